@@ -35,11 +35,19 @@ class MountError(ConfigError):
 
 
 def _parse_user(text: str) -> int:
-    return int(text) if text.isascii() and text.isdigit() else pwd.getpwnam(text).pw_uid
+    return _number(text) if text.isdecimal() else pwd.getpwnam(text).pw_uid
 
 
 def _parse_group(text: str) -> int:
-    return int(text) if text.isascii() and text.isdigit() else grp.getgrnam(text).gr_gid
+    return _number(text) if text.isdecimal() else grp.getgrnam(text).gr_gid
+
+
+def _number(text: str) -> int:
+    """Return the number of a user or group. The largest of 32 bits means none (chown(2))."""
+    number = int(text)
+    if number >= (1 << 32) - 1:
+        raise ValueError(text)
+    return number
 
 
 def _parse_umask(text: str) -> int:

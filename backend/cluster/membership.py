@@ -12,7 +12,7 @@ from ..etcd.leases import LEASE_BITS
 from ..kv import Compare, Conflict, KeyValue, Put
 from ..kv.faults import Faults
 from ..model.placement import Placement, Targets, policy_of
-from ..model.policy import POLICIES_MAX, Candidate, is_understood, policy_of_rule
+from ..model.policy import NOT_UNDERSTOOD, POLICIES_MAX, Candidate, policy_of_rule
 from ..model.records import (
     FOLLOWED,
     GROUP_BUCKET_BITS,
@@ -311,7 +311,7 @@ class Members(RecordKeeper):
         if not 0 < number <= POLICIES_MAX:
             self.faults.add(policy_key(number), "no rule has this number")
             return
-        if not is_understood(rule) or len(value) > _RULE_BYTES_MAX:
+        if policy_of_rule(rule) == NOT_UNDERSTOOD or len(value) > _RULE_BYTES_MAX:
             self.faults.add(policy_key(number), f"the rule {rule[:50]!r} is not understood")
         self.policies[number] = rule
         self._placement = None

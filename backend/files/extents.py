@@ -9,6 +9,7 @@ import errno
 import fcntl
 import os
 import stat
+import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -27,6 +28,10 @@ OWN_FILE = stat.S_ISVTX
 LENT_NS = 0
 # One call may copy at most this much, so that a signal or a cancelled scope is noticed in between.
 _COPY_CHUNK_BYTES = 256 * 1024 * 1024
+
+# A command takes the lock of a store for a moment to see whether it is free.
+_LOOKED_AT_S = 0.3
+_LOOK_AGAIN_S = 0.01
 
 # Our own reads leave an extent's access time alone: only reads by programs change it.
 OPEN_FLAGS = os.O_CLOEXEC | os.O_NOATIME
@@ -53,12 +58,18 @@ def lock_directory(directory: str, busy: str) -> int:
     Raises StoreInUse when another process has it: `busy`, with that one's pid.
     """
     fd = os.open(f"{directory}/lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
-    try:
-        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        owner = os.pread(fd, 32, 0).decode(errors="replace").strip() or "unknown"
-        os.close(fd)
-        raise StoreInUse(errno.EBUSY, f"{busy} (pid {owner})", directory) from None
+    give_up = time.monotonic() + _LOOKED_AT_S
+    while True:
+        try:
+            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            break
+        except BlockingIOError:
+            if time.monotonic() < give_up:
+                time.sleep(_LOOK_AGAIN_S)
+                continue
+            owner = os.pread(fd, 32, 0).decode(errors="replace").strip() or "unknown"
+            os.close(fd)
+            raise StoreInUse(errno.EBUSY, f"{busy} (pid {owner})", directory) from None
     os.ftruncate(fd, 0)
     os.pwrite(fd, b"%d\n" % os.getpid(), 0)
     return fd

@@ -53,6 +53,10 @@ class Policy(NamedTuple):
         return all(candidate.labels.get(level) in values for level, values in self.only)
 
 
+# It admits no node.
+NOT_UNDERSTOOD = Policy(only=((LEVELS[0], ()),))
+
+
 def parse_policy(text: str) -> Policy:
     """Parse words separated by blanks or commas: `zone=a|b`, `rack=…`, `host=…`, `spread=zone|rack|host`,
     `local` or `together`.
@@ -90,17 +94,11 @@ def parse_policy(text: str) -> Policy:
 
 
 def policy_of_rule(rule: str) -> Policy:
-    """Return the policy of a rule that is in etcd. One that is not understood admits no node: it may be of
-    a newer version."""
-    return parse_policy(rule) if is_understood(rule) else Policy(only=((LEVELS[0], ()),))
-
-
-def is_understood(rule: str) -> bool:
+    """Return the policy of a rule that is in etcd; NOT_UNDERSTOOD if it is of a newer version."""
     try:
-        parse_policy(rule)
+        return parse_policy(rule)
     except ValueError:
-        return False
-    return True
+        return NOT_UNDERSTOOD
 
 
 def policy_id(rule: str, known: Mapping[int, str]) -> int:

@@ -7,6 +7,7 @@ import os
 import socket
 import subprocess
 import sys
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import trio
@@ -31,7 +32,9 @@ class _Gone(Exception):
     """The onlooker has ended."""
 
 
-class _Answer(NamedTuple):
+class Answer(NamedTuple):
+    """The text and the descriptors of an answer, which has one or the other."""
+
     data: bytes
     descriptors: list[int]
 
@@ -72,7 +75,7 @@ class _Onlooker:
         if self._process.poll() is None:
             self._process.returncode = -9  # no need to wait for it
 
-    async def ask(self, request: bytes, fds: list[int]) -> _Answer:
+    async def ask(self, request: bytes, fds: Sequence[int]) -> Answer:
         """Send a request; return the answer. Raises its OSError, TimeoutError if none comes, _Gone."""
         async with self._turn:
             # Not cancelled in between: the answer would be taken for that of the next request.
@@ -82,7 +85,7 @@ class _Onlooker:
             self._process.kill()
             raise TimeoutError(errno.ETIMEDOUT, os.strerror(errno.ETIMEDOUT))
 
-    async def _exchange(self, request: bytes, fds: list[int]) -> _Answer:
+    async def _exchange(self, request: bytes, fds: Sequence[int]) -> Answer:
         try:
             await trio.lowlevel.wait_writable(self._channel)
             socket.send_fds(self._channel, [request], fds)
@@ -96,7 +99,7 @@ class _Onlooker:
         data = reply[onlooker.REPLY.size :]
         if code:
             raise OSError(code, data.decode(errors="replace"))
-        return _Answer(data, came)
+        return Answer(data, came)
 
 
 class Onlookers:
@@ -116,18 +119,9 @@ class Onlookers:
 
         Raises OSError: EINVAL for other kinds, EBADF, EPERM without the right to trace the process.
         """
-        answer = await self._ask(uid, onlooker.LEND, thread, memory, lifeline, fds=[process])
+        answer = await self.ask(uid, onlooker.LEND, thread, memory, lifeline, fds=[process])
         fd, end = answer.descriptors
         return fd, end
-
-    async def watch(self, uid: int, pid: int) -> tuple[int, int]:
-        """Return statm and stat of a process or thread, open. Raises OSError ENOENT."""
-        memory, stat = (await self._ask(uid, onlooker.WATCH, pid)).descriptors
-        return memory, stat
-
-    async def status(self, uid: int, pid: int) -> bytes:
-        """Return the text of /proc/PID/status. Raises OSError ENOENT."""
-        return (await self._ask(uid, onlooker.STATUS, pid)).data
 
     async def holds(
         self, uid: int, pid: int, ino: int, mountpoint: str, below: int = 0, *, other: bool = False
@@ -139,13 +133,13 @@ class Onlookers:
         with trio.move_on_after(_PATIENCE_S):
             while True:
                 try:
-                    answer = await self._ask(uid, kind, pid, ino, below, path, about_other=other)
+                    answer = await self.ask(uid, kind, pid, ino, below, path, about_other=other)
                     return bool(answer.data)
                 except BlockingIOError:
                     await trio.sleep(_LOOK_AGAIN_S)
         return False
 
-    async def _ask(
+    async def ask(
         self,
         uid: int,
         kind: int,
@@ -153,14 +147,15 @@ class Onlookers:
         one: int = 0,
         other: int = 0,
         more: bytes = b"",
-        fds: list[int] | None = None,
+        fds: Sequence[int] = (),
         about_other: bool = False,
-    ) -> _Answer:
+    ) -> Answer:
+        """Ask about a process or thread of a user (see onlooker.py). Raises OSError ENOENT if there is
+        none."""
         key = uid, about_other
         found = self._found(key)
         try:
-            request = onlooker.REQUEST.pack(kind, pid, one, other) + more
-            return await found.ask(request, fds or [])
+            return await found.ask(onlooker.REQUEST.pack(kind, pid, one, other) + more, fds)
         except TimeoutError:
             log.warning(
                 "process %d of user %d keeps whoever looks at it waiting: the user's closes are not looked "

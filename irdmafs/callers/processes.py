@@ -223,7 +223,7 @@ class Processes:
                 memory, stat = onlooker.open_files(pid)
             else:
                 await detach()
-                memory, stat = await self.onlookers.watch(uid, pid)
+                memory, stat = (await self.onlookers.ask(uid, onlooker.WATCH, pid)).descriptors
         except OSError:
             return _UNKNOWN
         before = self._known.pop(pid, None)
@@ -281,7 +281,7 @@ class Processes:
         if uid == self._own_user:
             return onlooker.read_status(pid)
         await detach()
-        return await self.onlookers.status(uid, pid)
+        return (await self.onlookers.ask(uid, onlooker.STATUS, pid)).data
 
     async def credentials(self, pid: int) -> Credentials:
         """Return the credentials of a thread. They are empty for one that cannot be seen. Capabilities

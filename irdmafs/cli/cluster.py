@@ -33,6 +33,7 @@ T = TypeVar("T")
 # How long a command keeps trying to reach etcd.
 _ETCD_TIMEOUT_S = 5.0
 WATCH_PERIOD_S = 1.0
+_FORMAT = 1  # of a cluster's records
 _EXIT_CODES = {"ok": 0, "degraded": 1, "unavailable": 2}
 
 config_option = click.option(
@@ -189,7 +190,10 @@ def init(
     Without --no-tls, --etcd-plain or certificates of etcd's own, etcd has to run with the certificate that
     is made for it: --prepare makes the files first, and says how.
     """
+    import uuid
+
     from ..backend.model.placement import BUCKETS
+    from ..backend.model.records import Settings
     from ..backend.namespace.attributes import STRIPE_MIN_BYTES
     from .cluster_admin import Plan, etcd_arguments, hosts_of, made_files, refuse_existing, register
     from .cluster_members import certificates_in, protect, register_all
@@ -207,6 +211,8 @@ def init(
         etcd_hosts = etcd_hosts or hosts_of(endpoints)
     plan = Plan(name, endpoints, options, etcd_hosts, tls=not no_tls)
     stripe_bytes = 0 if stripe == "0" else size_of("--stripe", stripe, STRIPE_MIN_BYTES)
+    groups = buckets or BUCKETS
+    settings = Settings(_FORMAT, str(uuid.uuid4()), replicas, groups, stripe_bytes, lease_ttl)
     directory = os.path.abspath(directory)
     refused: MountError | None = None
     with made_files(directory, plan) as path:
@@ -218,7 +224,7 @@ def init(
                 await register_all(engine, certificates_in(directory))
             if etcd_hosts:
                 await protect(engine)
-            await register(engine, config, replicas, buckets or BUCKETS, stripe_bytes, lease_ttl)
+            await register(engine, config, settings)
             return await engine.admin.weaknesses()
 
         try:

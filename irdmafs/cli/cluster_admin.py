@@ -7,7 +7,6 @@ import json
 import os
 import stat
 import time
-import uuid
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -45,7 +44,6 @@ if TYPE_CHECKING:
 
 Record = TypeVar("Record", bound=msgspec.Struct)
 
-_FORMAT = 1
 _CHANGE_RETRIES = 10
 _LOOK_AGAIN_S = 0.05
 
@@ -171,21 +169,12 @@ def _exists(config: ClusterConfig) -> ConfigError:
     )
 
 
-async def register(
-    engine: EtcdEngine,
-    config: ClusterConfig,
-    replicas: int,
-    buckets: int,
-    stripe_bytes: int,
-    lease_ttl_s: int,
-) -> Settings:
+async def register(engine: EtcdEngine, config: ClusterConfig, settings: Settings) -> None:
     """Put the cluster's settings into etcd. Raises ConfigError if there is a cluster of this name."""
-    settings = Settings(_FORMAT, str(uuid.uuid4()), replicas, buckets, stripe_bytes, lease_ttl_s)
     try:
         await engine.transact([(SETTINGS_KEY, 0)], [Put(SETTINGS_KEY, encode(settings))])
     except Conflict:
         raise _exists(config) from None
-    return settings
 
 
 async def set_node_state(engine: EtcdEngine, node: int, state: str) -> None:

@@ -38,6 +38,8 @@ if TYPE_CHECKING:
 _DAEMON_EXIT_TIMEOUT_S = 60.0
 # A daemon that has nothing to store ends sooner.
 _DAEMON_SOON_S = 2.0
+# Each mount that does not answer takes some seconds.
+_ASKED_AT_ONCE = 64
 
 
 class _Failure(click.ClickException):
@@ -56,6 +58,10 @@ class _Group(click.Group):
                 raise
             ctx.exit(128 + signal.SIGINT)
         except OSError as error:
+            if error.errno == errno.ENOENT and not error.filename:  # as getcwd(3) fails
+                raise _Failure(
+                    "the current directory was removed; change to another directory"
+                ) from error
             # The reader of the output closed it, as `head` does; or there is no room for it.
             if error.errno not in (errno.EPIPE, errno.ENOSPC, errno.EDQUOT) or error.filename:
                 raise
@@ -206,28 +212,22 @@ def umount(directory: str | None, lazy: bool, discard: bool, given: str | None) 
     _refuse_of_another(found)
     report = status.report(found)
     is_trusted = found.user in (None, 0, os.geteuid())
-    store = stores.default_store_path(mountpoint)
-    if report.state == "stale":
-        mounting.unmount(mountpoint, lazy=True)
-    else:
-        if is_trusted:
-            store = report.status.get("store", store)
-        _unmount(found, report.status.get("pid") if is_trusted else None, lazy)
-        if report.state == "hung" and not lazy:
-            raise MountError(
-                f"{directory} is unmounted, but its daemon did not answer: it may still run, and have "
-                "something to store, which it does when it goes on and not if it is killed"
-            )
+    # A daemon of another user is not trusted to name the store.
+    told = report.status if is_trusted else {}
+    _unmount(found, told.get("pid"), lazy or report.state == "stale")
+    if report.state == "hung" and not lazy:
+        raise MountError(
+            f"{directory} is unmounted, but its daemon did not answer: it may still run, and have "
+            "something to store, which it does when it goes on and not if it is killed"
+        )
     if not is_trusted:
-        # A daemon of another user is not trusted to name the store.
         if discard:
             raise MountError(
                 f"{directory} is unmounted; it was a mount of user {found.user}, and so is its store: "
                 "nothing is discarded"
             )
         return
-    if given is not None:
-        store = given
+    store = given or told.get("store", stores.default_store_path(mountpoint))
     if store is not None:
         stores.empty_cache(store)
     if discard:
@@ -339,7 +339,10 @@ def status_command(ctx: click.Context, directory: str | None, as_json: bool) -> 
         else:
             status.print_mount(entry)
         ctx.exit(0 if entry.state == "ok" else 1)
-    reports = [status.report(found) for found in mounting.irdmafs_mounts()]
+    from concurrent.futures import ThreadPoolExecutor
+
+    with ThreadPoolExecutor(_ASKED_AT_ONCE) as pool:
+        reports = list(pool.map(status.report, mounting.irdmafs_mounts()))
     leftovers = stores.leftover_stores(entry.mount.mountpoint for entry in reports)
     if as_json:
         mounts = [entry.to_json() for entry in reports]

@@ -12,7 +12,6 @@ import click
 
 from ..backend.model.values import human_bytes
 from ..mount_options import MountError
-from . import status
 from .cluster import (
     WATCH_PERIOD_S,
     ask,
@@ -25,6 +24,7 @@ from .cluster import (
     say,
     with_etcd,
 )
+from .status import one_line
 
 if TYPE_CHECKING:
     from ..backend.cluster.config import ClusterConfig
@@ -184,12 +184,12 @@ def _consent(name: str, lost: Lost, yes: bool) -> None:
     """Name the files that are removed with a node, and ask for consent. Raises MountError without it."""
     say(f"{_files(lost)} have their only copy on node {name} and are removed with it:", err=True)
     for path in lost.paths[:_PATHS_SHOWN]:
-        click.echo(f"  {_one_line(path)}", err=True)
+        click.echo(f"  {one_line(os.fsdecode(path))}", err=True)
     if len(lost.paths) > _PATHS_SHOWN:
         with tempfile.NamedTemporaryFile(
             "w", prefix=f"irdmafs-lost-{name}-", suffix=".txt", delete=False
         ) as file:
-            file.writelines(f"{_one_line(path)}\n" for path in lost.paths)
+            file.writelines(f"{one_line(os.fsdecode(path))}\n" for path in lost.paths)
         say(f"all {len(lost.paths)} names are in {file.name}", err=True)
     consent("Remove them for ever?", "agrees to the removal of these files", yes)
 
@@ -220,10 +220,6 @@ def _files(lost: Lost) -> str:
     from ..backend.cluster.report import counted
 
     return f"{counted(lost.files, 'file')} ({human_bytes(lost.bytes)})"
-
-
-def _one_line(path: bytes) -> str:
-    return status.printable(os.fsdecode(path)).replace("\\", "\\\\").replace("\n", "\\n")
 
 
 @click.command()

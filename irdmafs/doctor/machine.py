@@ -177,22 +177,14 @@ def negotiate_passthrough() -> tuple[bool, bool]:
         device = os.open(_FUSE_DEVICE, os.O_RDWR | os.O_CLOEXEC)
         try:
             mounting.mount_fuse(device, path, MountOptions(fsname="irdmafs-doctor"))
-            connection = _answer_init(device)
-            if connection is None:
-                return False, False
-            return True, _accepts_backing(connection)
+            if not select.select([device], [], [], _INIT_TIMEOUT_S)[0]:
+                raise OSError(errno.ETIMEDOUT, "the kernel sent no INIT")
+            return True, _accepts_backing(Connection(device))
+        except ProtocolError:
+            return False, False
         finally:
             # Closing ends the connection: a process in the mount gets an error instead of waiting.
             os.close(device)
-
-
-def _answer_init(device: int) -> Connection | None:
-    if not select.select([device], [], [], _INIT_TIMEOUT_S)[0]:
-        raise OSError(errno.ETIMEDOUT, "the kernel sent no INIT")
-    try:
-        return Connection(device)
-    except ProtocolError:
-        return None
 
 
 def _accepts_backing(connection: Connection) -> bool:

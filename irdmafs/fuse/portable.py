@@ -196,7 +196,7 @@ def _operations(filesystem: Filesystem) -> dict[str, Callable[..., Coroutine[Any
             leaving.flushed(fh)
 
     async def release(fh: int) -> None:
-        await files.release(fh)
+        await filesystem.cache.release(fh)
         leaving.settle(fh)
 
     async def list_names(fh: int, start_id: int, token: Any) -> None:
@@ -213,14 +213,16 @@ def _operations(filesystem: Filesystem) -> dict[str, Callable[..., Coroutine[Any
         "lookup": names.lookup,
         "forget": names.forget,
         "mknod": lambda parent, name, mode, rdev, ctx: names.mknod(
-            parent, name, mode, ctx.umask, rdev, ctx
+            parent, mode, rdev, ctx.umask, name, ctx
         ),
-        "mkdir": lambda parent, name, mode, ctx: names.mkdir(parent, name, mode, ctx.umask, ctx),
+        "mkdir": lambda parent, name, mode, ctx: names.mkdir(parent, mode, ctx.umask, name, ctx),
         "symlink": names.symlink,
-        "link": names.link,
+        "link": lambda inode, parent, name, ctx: names.link(parent, inode, name, ctx),
         "unlink": names.unlink,
         "rmdir": names.rmdir,
-        "rename": names.rename,
+        "rename": lambda old, name, new, new_name, flags, ctx: names.rename(
+            old, new, flags, name, new_name, ctx
+        ),
         "readlink": names.readlink,
         "getattr": attributes,
         "setattr": change,
@@ -231,7 +233,7 @@ def _operations(filesystem: Filesystem) -> dict[str, Callable[..., Coroutine[Any
         "removexattr": xattrs.removexattr,
         "open": open_file,
         "create": lambda parent, name, mode, flags, ctx: files.create(
-            parent, name, mode, ctx.umask, flags, ctx
+            parent, flags, mode, ctx.umask, name, ctx
         ),
         "read": files.read,
         "write": write,

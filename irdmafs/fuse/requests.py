@@ -26,7 +26,6 @@ from .wire import BODY, Malformed, Opcode, Open, Request, Valid
 
 _NO_FIELDS: Final = Struct("")
 _NS: Final = 1_000_000_000
-_OFFSET_MAX: Final = 2**63 - 1
 # The place of the flags in the fields of a lock.
 _LOCK_FLAGS: Final = 4
 # The attributes that the kernel asks for before a file is first written, and where it checks modes.
@@ -85,8 +84,13 @@ def _row(layout: Struct, carry_out: CarryOut, pack: Pack = None, *, names: int =
 
 
 def _at_node(operation: CarryOut) -> CarryOut:
-    """Return what calls an operation with the node of a request, the names in it, and the caller."""
-    return lambda asked, *names: operation(asked.nodeid, *names, asked)
+    """Return what calls an operation with the node of a request, what is in it, and the caller."""
+    return lambda asked, *fields: operation(asked.nodeid, *fields, asked)
+
+
+def _as_sent(operation: CarryOut) -> CarryOut:
+    """Return what calls an operation with what is in a request."""
+    return lambda asked, *fields: operation(*fields)
 
 
 class Requests:
@@ -125,14 +129,14 @@ class Requests:
             Opcode.LOOKUP: _row(_NO_FIELDS, self._lookup, wire.pack_found, names=1),
             Opcode.FORGET: _row(wire.FORGET_IN, self._forget),
             Opcode.BATCH_FORGET: _row(wire.BATCH_FORGET_IN, self._batch_forget),
-            Opcode.MKNOD: _row(wire.MKNOD_IN, self._mknod, wire.pack_entry, names=1),
-            Opcode.MKDIR: _row(wire.MKDIR_IN, self._mkdir, wire.pack_entry, names=1),
+            Opcode.MKNOD: _row(wire.MKNOD_IN, _at_node(names.mknod), wire.pack_entry, names=1),
+            Opcode.MKDIR: _row(wire.MKDIR_IN, _at_node(names.mkdir), wire.pack_entry, names=1),
             Opcode.SYMLINK: _row(_NO_FIELDS, _at_node(names.symlink), wire.pack_entry, names=2),
-            Opcode.LINK: _row(wire.LINK_IN, self._link, wire.pack_entry, names=1),
+            Opcode.LINK: _row(wire.LINK_IN, _at_node(names.link), wire.pack_entry, names=1),
             Opcode.UNLINK: _row(_NO_FIELDS, _at_node(names.unlink), names=1),
             Opcode.RMDIR: _row(_NO_FIELDS, _at_node(names.rmdir), names=1),
             Opcode.RENAME: _row(wire.RENAME_IN, self._rename, names=2),
-            Opcode.RENAME2: _row(wire.RENAME2_IN, self._rename2, names=2),
+            Opcode.RENAME2: _row(wire.RENAME2_IN, _at_node(names.rename), names=2),
             Opcode.READLINK: _row(_NO_FIELDS, _at_node(names.readlink)),
             # Attributes
             Opcode.GETATTR: _row(_NO_FIELDS, self._getattr, wire.pack_attributes),
@@ -147,27 +151,27 @@ class Requests:
             Opcode.REMOVEXATTR: _row(_NO_FIELDS, _at_node(self._fs.xattrs.removexattr), names=1),
             # Files
             Opcode.OPEN: _row(wire.OPEN_IN, self._open, self._pack_open),
-            Opcode.CREATE: _row(wire.CREATE_IN, self._create, self._pack_created, names=1),
-            Opcode.TMPFILE: _row(wire.CREATE_IN, self._tmpfile, self._pack_created),
-            Opcode.READ: _row(wire.READ_IN, lambda asked, *part: files.read(*part)),
+            Opcode.CREATE: _row(
+                wire.CREATE_IN, _at_node(files.create), self._pack_created, names=1
+            ),
+            Opcode.TMPFILE: _row(wire.CREATE_IN, _at_node(files.tmpfile), self._pack_created),
+            Opcode.READ: _row(wire.READ_IN, _as_sent(files.read)),
             Opcode.WRITE: _row(wire.WRITE_IN, self._write, wire.pack_written),
             Opcode.FLUSH: _row(wire.FLUSH_IN, self._flush),
             Opcode.RELEASE: _row(wire.RELEASE_IN, self._release),
-            Opcode.FSYNC: _row(wire.FSYNC_IN, lambda asked, fh, *_: files.fsync(fh)),
-            Opcode.FALLOCATE: _row(wire.FALLOCATE_IN, self._fallocate),
-            Opcode.LSEEK: _row(wire.LSEEK_IN, lambda _, *to: files.lseek(*to), wire.LSEEK_OUT.pack),
+            Opcode.FSYNC: _row(wire.FSYNC_IN, _as_sent(files.fsync)),
+            Opcode.FALLOCATE: _row(wire.FALLOCATE_IN, _as_sent(files.fallocate)),
+            Opcode.LSEEK: _row(wire.LSEEK_IN, _as_sent(files.lseek), wire.LSEEK_OUT.pack),
             Opcode.COPY_FILE_RANGE: _row(
-                wire.COPY_FILE_RANGE_IN,
-                lambda asked, *parts: files.copy_file_range(*parts),
-                wire.pack_written,
+                wire.COPY_FILE_RANGE_IN, _as_sent(files.copy_file_range), wire.pack_written
             ),
             Opcode.POLL: _row(wire.POLL_IN, self._poll),
             # Directories
-            Opcode.OPENDIR: _row(wire.OPEN_IN, self._opendir, self._pack_opendir),
+            Opcode.OPENDIR: _row(wire.OPENDIR_IN, _at_node(names.opendir), self._pack_opendir),
             Opcode.READDIR: _row(wire.READ_IN, self._readdir),
             Opcode.READDIRPLUS: _row(wire.READ_IN, self._readdirplus),
-            Opcode.RELEASEDIR: _row(wire.RELEASE_IN, lambda asked, fh, *_: names.releasedir(fh)),
-            Opcode.FSYNCDIR: _row(wire.FSYNC_IN, lambda asked, *_: names.sync()),
+            Opcode.RELEASEDIR: _row(wire.RELEASE_IN, lambda asked, fh, _: names.releasedir(fh)),
+            Opcode.FSYNCDIR: _row(wire.FSYNC_IN, lambda asked, fh: names.sync()),
             Opcode.SYNCFS: _row(_NO_FIELDS, lambda asked: names.sync()),
             # Locks and signals
             Opcode.GETLK: _row(wire.LOCK_IN, self._getlk, wire.pack_lock),
@@ -204,31 +208,15 @@ class Requests:
         self._deferred.forgotten.append((asked.nodeid, lookups))
         return NO_ANSWER
 
-    def _batch_forget(self, asked: Request, count: int, _: int) -> NoPayload:
+    def _batch_forget(self, asked: Request, count: int) -> NoPayload:
         start = BODY + wire.BATCH_FORGET_IN.size
         stop = start + count * wire.FORGET_ONE.size
         asked.refuse_shorter(stop)
         self._deferred.forgotten += wire.FORGET_ONE.iter_unpack(self._view[start:stop])
         return NO_ANSWER
 
-    def _mknod(
-        self, asked: Request, mode: int, rdev: int, umask: int, _: int, name: bytes
-    ) -> Result:
-        return self._fs.names.mknod(asked.nodeid, name, mode, umask, rdev, asked)
-
-    def _mkdir(self, asked: Request, mode: int, umask: int, name: bytes) -> Result:
-        return self._fs.names.mkdir(asked.nodeid, name, mode, umask, asked)
-
-    def _link(self, asked: Request, old: int, name: bytes) -> Result:
-        return self._fs.names.link(old, asked.nodeid, name, asked)
-
     def _rename(self, asked: Request, target: int, old: bytes, new: bytes) -> Result:
-        return self._fs.names.rename(asked.nodeid, old, target, new, 0, asked)
-
-    def _rename2(
-        self, asked: Request, target: int, flags: int, _: int, old: bytes, new: bytes
-    ) -> Result:
-        return self._fs.names.rename(asked.nodeid, old, target, new, flags, asked)
+        return self._fs.names.rename(asked.nodeid, target, 0, old, new, asked)
 
     # -- attributes ------------------------------------------------------------------------------
 
@@ -236,14 +224,9 @@ class Requests:
         return self._fs.metadata.attributes(asked.nodeid)
 
     def _setattr(self, asked: Request, *fields: int) -> Result:
-        (
-            valid, _, fh, size, _, atime, mtime, _, atime_ns, mtime_ns, _,
-            mode, _, uid, gid, _,
-        ) = fields  # fmt: skip
+        valid, fh, size, atime, mtime, atime_ns, mtime_ns, mode, uid, gid = fields
         if max(atime_ns, mtime_ns) >= _NS:
             raise Malformed("a time has more nanoseconds than a second")
-        if valid & Valid.SIZE and size > _OFFSET_MAX:
-            raise fail(errno.EFBIG)
         now = now_ns() if valid & _VALID_NOW else 0
         changes = {}
         if valid & Valid.MODE:
@@ -274,7 +257,7 @@ class Requests:
         drop = bool(more & wire.SETXATTR_ACL_KILL_SGID)
         return self._fs.xattrs.setxattr(asked.nodeid, name, value, asked, flags, drop_set_gid=drop)
 
-    def _getxattr(self, asked: Request, room: int, _: int, name: bytes) -> Result:
+    def _getxattr(self, asked: Request, room: int, name: bytes) -> Result:
         if name in _ASKED_OFTEN and not self._nodes.inode_of(asked.nodeid).xattrs:
             return _NO_DATA
         if name.startswith(OWN_XATTRS):
@@ -284,7 +267,7 @@ class Requests:
     async def _sized(self, asking: Coroutine[Any, Any, bytes], room: int) -> bytes:
         return wire.sized(await asking, room)
 
-    async def _listxattr(self, asked: Request, room: int, _: int) -> bytes:
+    async def _listxattr(self, asked: Request, room: int) -> bytes:
         names = await self._fs.xattrs.listxattr(asked.nodeid, asked)
         return wire.sized(b"".join(name + b"\0" for name in names), room)
 
@@ -295,14 +278,6 @@ class Requests:
             self._deferred.settle()  # the present writers of a file decide which content the open gets
         lose_set_ids = bool(more & wire.OPEN_KILL_SUIDGID)
         return self._fs.files.open(asked.nodeid, flags, asked, lose_set_ids=lose_set_ids)
-
-    def _create(
-        self, asked: Request, flags: int, mode: int, umask: int, _: int, name: bytes
-    ) -> Result:
-        return self._fs.files.create(asked.nodeid, name, mode, umask, flags, asked)
-
-    def _tmpfile(self, asked: Request, flags: int, mode: int, umask: int, _: int) -> Result:
-        return self._fs.files.tmpfile(asked.nodeid, mode, umask, flags, asked)
 
     def _pack_created(self, created: Opened) -> bytes:
         handle, entry = created
@@ -339,7 +314,7 @@ class Requests:
             await self._fs.metadata.change(asked.nodeid, {}, asked, lose_set_ids=True)
         return written
 
-    def _flush(self, asked: Request, fh: int, _: int, __: int, owner: int) -> Result:
+    def _flush(self, asked: Request, fh: int, owner: int) -> Result:
         handle = self._nodes.handles[fh]
         if handle.content is None:
             raise fail(errno.EBADF)  # a directory
@@ -347,7 +322,7 @@ class Requests:
         # A file that was written anew is published, which waits.
         return Rest(closing) if self._publishing_waits and handle.content.whole else closing
 
-    def _release(self, asked: Request, fh: int, _: int, flags: int, __: int) -> Result:
+    def _release(self, asked: Request, fh: int, flags: int) -> Result:
         if fh in self._deferred.released:
             raise fail(errno.EBADF)
         releasing = self._fs.files.releasing(fh, flock=bool(flags & wire.RELEASE_FLOCK_UNLOCK))
@@ -355,14 +330,7 @@ class Requests:
             self._deferred.released.append(fh)
         return releasing
 
-    async def _fallocate(
-        self, asked: Request, fh: int, offset: int, length: int, mode: int, _: int
-    ) -> None:
-        if max(offset, length) > _OFFSET_MAX:
-            raise fail(errno.EFBIG)
-        await self._fs.files.fallocate(fh, mode, offset, length)
-
-    def _poll(self, asked: Request, fh: int, kernel_handle: int, flags: int, _: int) -> bytes:
+    def _poll(self, asked: Request, fh: int, kernel_handle: int, flags: int) -> bytes:
         """Return the ready events: POLLIN and POLLOUT always, POLLPRI if the name has something newer."""
         if flags & wire.POLL_SCHEDULE_NOTIFY:
             self._fs.files.poll(fh, kernel_handle, asked.uid)
@@ -372,9 +340,6 @@ class Requests:
         return wire.POLL_OUT.pack(events, 0)
 
     # -- directories -----------------------------------------------------------------------------
-
-    def _opendir(self, asked: Request, flags: int, _: int) -> Result:
-        return self._fs.names.opendir(asked.nodeid, asked)
 
     def _pack_opendir(self, fh: int) -> bytes:
         return wire.OPEN_OUT.pack(fh, self._directory_flags, 0)
@@ -410,7 +375,7 @@ class Requests:
         return NO_ANSWER
 
 
-def _lock(asked: Request, start: int, last: int, kind: int, pid: int, flags: int, _: int) -> Lock:
+def _lock(asked: Request, start: int, last: int, kind: int, pid: int, flags: int) -> Lock:
     if start > last or last > wire.EMPTY_LOCK_END:
         raise Malformed(f"a lock of bytes {start} to {last}")
     # The kernel does not say who unlocks.

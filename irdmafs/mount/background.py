@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import json
 import logging
 import os
@@ -18,12 +19,14 @@ from ..mount_options import MountConfig, MountError
 # The default log is in the store, where its bytes are memory.
 _LOG_LIMIT_BYTES = 1 << 20
 _TAIL_LINES = 10
+_PR_SET_PDEATHSIG = 1
 
 # The work of a process in the background. It is given two functions that send text to the command that
 # started the process: one to say, once, that it is ready; one to say before that what it waits for.
 _Run: TypeAlias = Callable[[Callable[[str], None], Callable[[str], None]], None]
 
 _log = logging.getLogger(__name__)
+_libc = ctypes.CDLL(None)
 
 
 class DaemonFailedError(MountError):
@@ -76,7 +79,7 @@ def start_process(path: str, run: _Run, waits: Callable[[str], None] = lambda te
     `waits`.
 
     Raises MountError with the daemon's reason, DaemonFailedError with the end of its log where it
-    died without one.
+    died without one. If this process ends before, by any signal, the new one gets SIGTERM.
     """
     # Python code that runs at a fork would swallow Ctrl-C, and nobody would close what is open by then.
     signals = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
@@ -90,10 +93,13 @@ def start_process(path: str, run: _Run, waits: Callable[[str], None] = lambda te
     sys.stdout.flush()
     sys.stderr.flush()
     # Fork before any thread is started: a forked process inherits threads' locks, but not the threads.
-    pid = os.fork()
+    parent, pid = os.getpid(), os.fork()
     if pid == 0:
+        _libc.prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
         os.close(reader)
-        _daemonize(run, log, writer, signals)
+        if os.getppid() == parent:
+            _daemonize(run, log, writer, signals)
+        os._exit(1)
     os.close(log)
     os.close(writer)
     with os.fdopen(reader, "rb") as pipe:
@@ -146,6 +152,7 @@ def _daemonize(run: _Run, log: int, writer: int, signals: Iterable[int]) -> None
 
     def ready(text: str) -> None:
         detach()
+        _libc.prctl(_PR_SET_PDEATHSIG, 0)
         answer(ready=text)
 
     # A service manager waits for the command, if for any process.

@@ -16,7 +16,6 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 import trio
 
 from .._version import __version__
-from ..backend.files.extents import StoreInUse
 from ..backend.kv import Damaged
 from ..backend.process import calm_the_collector, has_terminal, raise_open_files_limit, tell_manager
 from ..backend.store.api import Store
@@ -71,8 +70,6 @@ async def serve(config: MountConfig, ready: Callable[[str], None]) -> None:
                 daemon = _Daemon(config, store, cluster, processes)
                 await daemon.run(ready)
                 await daemon.store_reads()
-    except StoreInUse as error:
-        raise MountError(f"{config.store}: {error.strerror}") from error
     except Damaged as error:
         raise MountError(str(error)) from error
     except OSError as error:

@@ -26,7 +26,15 @@ from typing import Literal
 from ..backend.model.values import human_bytes, meminfo, memory_limit
 from ..mount_options import MountError
 from . import mounting
-from .users import MOUNTPOINT_FILE, is_locked, mountpoint_of, read_note, wait_until_free, write_note
+from .users import (
+    MOUNTPOINT_FILE,
+    is_locked,
+    kept_free,
+    mountpoint_of,
+    read_note,
+    wait_until_free,
+    write_note,
+)
 
 # Unlike /tmp, it is not cleaned by age, and only root can write to it.
 TMPFS_ROOT = "/run/irdmafs/stores"
@@ -326,16 +334,16 @@ def _discarding(path: str) -> str:
 def claim_cache(path: str, config: str) -> None:
     """Record that a directory is a cache for this cluster, and empty it: files that an earlier mount
     cached are fetched again when they are opened. Raises MountError."""
-    if is_locked(path):
-        return  # the error of the daemon names the user of the store
-    empty_cache(path)
-    write_note(path, _CLUSTER_FILE, config)
+    if not is_locked(path):  # else the error of the daemon names the user of the store
+        empty_cache(path)
+        write_note(path, _CLUSTER_FILE, config)
 
 
 def empty_cache(path: str) -> None:
     """Remove the contents of a cache, unless a daemon uses it."""
-    if cluster_of(path) is not None and not is_locked(path):
-        shutil.rmtree(os.path.join(path, "extents"), ignore_errors=True)
+    with kept_free(path) as is_free:
+        if is_free and cluster_of(path) is not None:
+            shutil.rmtree(os.path.join(path, "extents"), ignore_errors=True)
 
 
 def default_store_path(mountpoint: str) -> str | None:
@@ -385,9 +393,6 @@ def discard_store(path: str) -> None:
 
 
 def _bytes_used(path: str) -> int:
-    if mounting.find_mount(path) is not None:
-        usage = os.statvfs(path)
-        return (usage.f_blocks - usage.f_bfree) * usage.f_frsize
     return sum(
         os.lstat(os.path.join(directory, name)).st_blocks * 512
         for directory, _, names in os.walk(path)

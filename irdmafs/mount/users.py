@@ -12,7 +12,7 @@ import os
 import sys
 import time
 from collections.abc import Iterator
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -31,19 +31,26 @@ _PATIENCE_S = 5.0
 # -- of a store ---------------------------------------------------------------------------------------
 
 
-def is_locked(store: str) -> bool:
-    """Return whether a daemon uses this store."""
+@contextmanager
+def kept_free(store: str) -> Iterator[bool]:
+    """Keep daemons from using a store for the time of the block. Yield False if one uses it."""
     try:
         descriptor = os.open(os.path.join(store, LOCK_FILE), os.O_RDWR | os.O_CLOEXEC)
     except OSError:
-        return False
-    try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return True
-    finally:
-        os.close(descriptor)
-    return False
+        yield True
+        return
+    is_free = False
+    with os.fdopen(descriptor):
+        with suppress(BlockingIOError):
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            is_free = True
+        yield is_free
+
+
+def is_locked(store: str) -> bool:
+    """Return whether a daemon uses this store."""
+    with kept_free(store) as is_free:
+        return not is_free
 
 
 def read_note(store: str, name: str) -> str | None:

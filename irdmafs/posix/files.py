@@ -68,7 +68,7 @@ class Files(Part):
         return handle
 
     async def create(
-        self, parent_inode: int, name: bytes, mode: int, umask: int, flags: int, ctx: Caller
+        self, parent_inode: int, flags: int, mode: int, umask: int, name: bytes, ctx: Caller
     ) -> Opened:
         directory = self._nodes.directory(parent_inode)
         if directory.xattrs:
@@ -122,7 +122,7 @@ class Files(Part):
         self._coherence.changed(answer, handle.node)
         return handle, answer
 
-    async def tmpfile(self, parent: int, mode: int, umask: int, flags: int, ctx: Caller) -> Opened:
+    async def tmpfile(self, parent: int, flags: int, mode: int, umask: int, ctx: Caller) -> Opened:
         """Open a file without a name (O_TMPFILE). linkat(2) may give it one."""
         ino = self._nodes.directory(parent).ino
         mode = mode & 0o7777 | stat.S_IFREG
@@ -182,11 +182,6 @@ class Files(Part):
             if self._cache.publisher.give_up(handle):
                 raise
 
-    async def release(self, fh: int) -> None:
-        """Release a handle in the pyfuse3 session."""
-        self._handle(fh)
-        await self._cache.release(fh)
-
     def releasing(self, fh: int, *, flock: bool) -> Coroutine[Any, Any, None] | None:
         """Return what carries out a release in the kernel session; None if it may be put off: it shows
         others nothing that the flush did not show before. `flock`: an flock(2) lock ends with the handle.
@@ -212,7 +207,7 @@ class Files(Part):
             await detach()
             await self._namespace.flush()
 
-    async def fallocate(self, fh: int, mode: int, offset: int, length: int) -> None:
+    async def fallocate(self, fh: int, offset: int, length: int, mode: int) -> None:
         handle = self._handle(fh, writing=True)
         if offset + length > self._store.size_max:
             raise fail(errno.EFBIG)

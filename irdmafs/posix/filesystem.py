@@ -1,8 +1,8 @@
 """The POSIX operations of a mount, which both sessions ask for.
 
 Names and attributes are answered from the namespace's replica; contents are the cache's business.
-Operations raise OSError. Only the kernel session asks for fallocate, lseek, copy_file_range, locks and
-tmpfile: pyfuse3 has no names for them.
+Operations raise OSError. Their arguments have the order of the kernel's messages. Only the kernel session
+asks for fallocate, lseek, copy_file_range, locks and tmpfile: pyfuse3 has no names for them.
 """
 
 from .files import Files

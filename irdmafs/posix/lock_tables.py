@@ -155,10 +155,13 @@ class LockTable:
         inode = self.inodes.get(ino)
         return inode is not None and owner in inode.owners
 
+    def _held(self, ino: int, owner: int) -> _Owner | None:
+        inode = self.inodes.get(ino)
+        return inode.owners.get(owner) if inode is not None else None
+
     def writes(self, ino: int, owner: int, lock: Lock) -> bool:
         """Return whether an owner has some of these bytes locked for writing."""
-        inode = self.inodes.get(ino)
-        held = inode.owners.get(owner) if inode is not None else None
+        held = self._held(ino, owner)
         return held is not None and held.writes.count(lock.start, lock.end) > 0
 
     def held(self, ino: int) -> Iterator[Lock]:
@@ -181,8 +184,7 @@ class LockTable:
 
     def is_lost(self, ino: int, owner: int) -> bool:
         """Return whether an owner had locks on the inode, and lost them."""
-        inode = self.inodes.get(ino)
-        held = inode.owners.get(owner) if inode is not None else None
+        held = self._held(ino, owner)
         return held is not None and held.lost
 
     def release_lost(self, ino: int, pid: int) -> None:
@@ -236,8 +238,7 @@ class LockTable:
 
     def release_owner(self, ino: int, owner: int) -> None:
         """Remove every lock that `owner` has on the inode, as the last close does."""
-        inode = self.inodes.get(ino)
-        if inode is not None and owner in inode.owners:
+        if self.holds(ino, owner):
             self._set(ino, owner, Lock(F_UNLCK, 0, LAST_BYTE, 0))
 
     def _try_acquire(self, ino: int, owner: int, lock: Lock) -> bool:
@@ -268,23 +269,24 @@ class LockTable:
             if lock.type == F_UNLCK:
                 return
             held = _Owner(lock.uid)
-        if lock.type == F_RDLCK:
-            reads, writes = held.reads.adding(*span), held.writes.removing(*span)
-        elif lock.type == F_WRLCK:
-            reads, writes = held.reads.removing(*span), held.writes.adding(*span)
-        else:
-            reads, writes = held.reads.removing(*span), held.writes.removing(*span)
+        reads = (held.reads.adding if lock.type == F_RDLCK else held.reads.removing)(*span)
+        writes = (held.writes.adding if lock.type == F_WRLCK else held.writes.removing)(*span)
         growth = reads.growth + writes.growth
         count = self._of_user.get(held.uid, 0) + growth
         if growth > 0 and count > LOCKS_OF_USER_MAX:
             raise OSError(errno.ENOLCK, f"user {held.uid} holds {LOCKS_OF_USER_MAX} locks here")
         if inode is None:
             inode = self.inodes[ino] = _Inode()
-            self._remember(ino)
+            self._remembered.pop(ino, None)
+            self._remembered[ino] = None
+            if len(self._remembered) > _REMEMBERED_MAX:
+                del self._remembered[next(iter(self._remembered))]
         inode.owners[owner] = held
         inode.reads.replace(held.reads.apply(reads), reads.after)
         inode.writes.replace(held.writes.apply(writes), writes.after)
-        self._count(held.uid, count)
+        self._of_user[held.uid] = count
+        if not count:
+            del self._of_user[held.uid]
         if lock.type != F_UNLCK:
             held.pid = lock.pid
         if not held:
@@ -292,18 +294,6 @@ class LockTable:
         if lock.type != F_WRLCK and inode.waiters:
             inode.wake()
         self._tidy(ino, inode)
-
-    def _count(self, uid: int, count: int) -> None:
-        if count:
-            self._of_user[uid] = count
-        else:
-            self._of_user.pop(uid, None)
-
-    def _remember(self, ino: int) -> None:
-        self._remembered.pop(ino, None)
-        self._remembered[ino] = None
-        if len(self._remembered) > _REMEMBERED_MAX:
-            del self._remembered[next(iter(self._remembered))]
 
     def _tidy(self, ino: int, inode: _Inode) -> None:
         if not inode.owners and not inode.waiters:
@@ -333,8 +323,7 @@ class FlockTable(LockTable):
     """
 
     def _try_acquire(self, ino: int, owner: int, lock: Lock) -> bool:
-        inode = self.inodes.get(ino)
-        held = inode.owners.get(owner) if inode is not None else None
+        held = self._held(ino, owner)
         if held is not None and bool(held.writes) != (lock.type == F_WRLCK):
             self.release_owner(ino, owner)
         return super()._try_acquire(ino, owner, lock)

@@ -9,11 +9,12 @@ by an error when it closes or unlocks the locked file.
 import errno
 import logging
 import os
+import select
 import time
 from collections.abc import AsyncIterator, Iterable
 from contextlib import asynccontextmanager
 from fcntl import F_RDLCK, F_UNLCK
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import trio
 
@@ -30,6 +31,14 @@ if TYPE_CHECKING:
     from ..backend.store.remote.locks import SharedLocks
 
 log = logging.getLogger(__name__)
+
+
+class _Loser(NamedTuple):
+    """A process (its pidfd) that does not know yet that it lost locks: on which inodes, and whether for
+    writing."""
+
+    process: int
+    inodes: dict[int, bool]
 
 
 class Locking(LockHolder):
@@ -51,8 +60,8 @@ class Locking(LockHolder):
         self.lockers: dict[int, set[int]] = {}
         # Handles that are being released, whose flock(2) locks end with them, and what tells of the end.
         self._leaving: dict[int, trio.Event] = {}
-        # Processes that do not know yet that they lost locks: on which inodes, and whether for writing.
-        self.lost_by: dict[int, dict[int, bool]] = {}
+        # By the number of the process, which is another one's when it has ended.
+        self.lost_by: dict[int, _Loser] = {}
         if self._shared is not None:
             self._shared.holders.append(self)
 
@@ -266,6 +275,8 @@ class Locking(LockHolder):
         hold. Here they go on to exclude others until their processes have been told: these may write."""
         if self._shared is None:
             return
+        for pid in list(self.lost_by):
+            self._loser(pid)  # forgets who has ended
         for table in (self.posix, self.flocks):
             for ino, pid, writes in table.lose():
                 log.error(
@@ -273,10 +284,28 @@ class Locking(LockHolder):
                     "published until it has closed, unlocked or locked the file",
                     self._describe(ino), pid,
                 )  # fmt: skip
-                inodes = self.lost_by.setdefault(pid, {})
-                inodes[ino] = writes or inodes.get(ino, False)
-        for pid in [pid for pid in self.lost_by if not os.path.exists(f"/proc/{pid}")]:
-            del self.lost_by[pid]
+                loser = self._loser(pid)
+                if loser is None:
+                    try:
+                        loser = self.lost_by[pid] = _Loser(os.pidfd_open(pid), {})
+                    except OSError:
+                        continue  # it has ended
+                loser.inodes[ino] = writes or loser.inodes.get(ino, False)
+
+    def _loser(self, pid: int) -> _Loser | None:
+        """Return the process of this number if it lost locks, and was not told of all of them."""
+        loser = self.lost_by.get(pid)
+        if loser is None:
+            return None
+        ended = select.poll()
+        ended.register(loser.process, select.POLLIN)
+        if not ended.poll(0):
+            return loser
+        self._forget(pid)
+        return None
+
+    def _forget(self, pid: int) -> None:
+        os.close(self.lost_by.pop(pid).process)
 
     async def _tell_lost(self, pid: int, ino: int) -> None:
         """Raise OSError EIO, once, when a process locks, unlocks or closes a file whose lock it lost."""
@@ -288,12 +317,12 @@ class Locking(LockHolder):
         lost a lock of the file and was not told before. Then what it may have written since is set aside,
         and others on this host get locks again."""
         pid = _process_of(pid)
-        inodes = self.lost_by.get(pid, {})
-        if ino not in inodes:
+        loser = self._loser(pid)
+        if loser is None or ino not in loser.inodes:
             return False
-        writes = inodes.pop(ino)
-        if not inodes:
-            del self.lost_by[pid]
+        writes = loser.inodes.pop(ino)
+        if not loser.inodes:
+            self._forget(pid)
         try:
             if writes:
                 await self._contents.set_aside(ino)
@@ -305,7 +334,7 @@ class Locking(LockHolder):
         return True
 
     def check(self, pid: int) -> None:
-        if self.lost_by and _process_of(pid) in self.lost_by:
+        if self.lost_by and self._loser(_process_of(pid)) is not None:
             raise OSError(
                 errno.EIO,
                 "the process lost a lock when the mount was cut off; close, unlock or lock that file first",

@@ -5,6 +5,7 @@ import os
 from typing import Final
 
 from ..backend.namespace import ROOT_INO, Inode, fail
+from ..callers.processes import CAP_FSETID
 from ..coherence.cache import Cache
 from ..coherence.nodes import Node
 from ..coherence.protocol import Coherence
@@ -12,15 +13,8 @@ from ..inline import detach
 from ..mount_options import MountOptions
 from . import quotas
 from .atimes import Atimes
-from .calls import OFFSET_MAX, Attributes, Caller, Space, refuse_other_than_file
-from .permissions import (
-    CAPABILITY,
-    SET_IDS,
-    may_keep_set_ids,
-    mode_left,
-    privileges_of,
-    refuse_stranger,
-)
+from .calls import Attributes, Caller, Space, refuse_other_than_file
+from .permissions import CAPABILITY, SET_IDS, mode_left, privileges_of, refuse_stranger
 
 # The mask of a generation, which tells an inode in a file handle from an earlier one of its number. The
 # kernel keeps 32 bits.
@@ -162,8 +156,6 @@ class Metadata:
 
     async def _truncate(self, inode: Inode, size: int, fh: int | None) -> None:
         refuse_other_than_file(inode)
-        if not 0 <= size <= OFFSET_MAX:
-            raise fail(errno.EINVAL)
         if size > self._store.size_max:
             raise fail(errno.EFBIG)
         handle = self._nodes.handles.get(fh) if fh is not None else None
@@ -186,7 +178,7 @@ class Metadata:
             await self._namespace.remove_xattr(ino, CAPABILITY)
         if found.mode & SET_IDS:
             if set_ids is None:
-                set_ids = not await may_keep_set_ids(ctx, self._processes)
+                set_ids = not (await self._processes.credentials(ctx.pid)).has(CAP_FSETID)
             mode = await mode_left(found, ctx, self._processes) if set_ids else found.mode
             if mode != found.mode:
                 await self._namespace.set_attributes(ino, mode=mode)

@@ -113,7 +113,7 @@ class Names(Part):
         return self._metadata.entry(directory.ino, name, inode, ctx.pid, is_made=True)
 
     async def mknod(
-        self, parent_inode: int, name: bytes, mode: int, umask: int, rdev: int, ctx: Caller
+        self, parent_inode: int, mode: int, rdev: int, umask: int, name: bytes, ctx: Caller
     ) -> Attributes:
         kind = stat.S_IFMT(mode) or stat.S_IFREG
         if kind not in _NODES:
@@ -122,7 +122,7 @@ class Names(Part):
         return await self._make(parent_inode, name, mode, ctx, umask=umask, rdev=rdev, version=1)
 
     async def mkdir(
-        self, parent_inode: int, name: bytes, mode: int, umask: int, ctx: Caller
+        self, parent_inode: int, mode: int, umask: int, name: bytes, ctx: Caller
     ) -> Attributes:
         mode = stat.S_IFDIR | stat.S_IMODE(mode)
         return await self._make(parent_inode, name, mode, ctx, umask=umask)
@@ -132,7 +132,7 @@ class Names(Part):
             raise fail(errno.ENAMETOOLONG)
         return await self._make(parent, name, stat.S_IFLNK | 0o777, ctx, target=target)
 
-    async def link(self, inode: int, parent: int, name: bytes, ctx: Caller) -> Attributes:
+    async def link(self, parent: int, inode: int, name: bytes, ctx: Caller) -> Attributes:
         node, _ = self._nodes.get(inode)
         directory = self._nodes.directory(parent)
         if directory.xattrs:
@@ -171,7 +171,7 @@ class Names(Part):
             self._store.retire(inode.extent)
 
     async def rename(
-        self, parent: int, name: bytes, new_parent: int, new_name: bytes, flags: int, ctx: Caller
+        self, parent: int, new_parent: int, flags: int, name: bytes, new_name: bytes, ctx: Caller
     ) -> None:
         source = self._nodes.directory(parent)
         target = self._nodes.directory(new_parent)
@@ -227,15 +227,23 @@ class Names(Part):
             raise fail(errno.ENOTDIR)
         return handle
 
-    def _listing(self, handle: Handle, start_id: int) -> list[tuple[bytes, int]]:
-        """Return the names of a directory as they were when its listing began."""
+    def _listing(self, handle: Handle, start_id: int) -> Iterator[tuple[bytes, Inode, int]]:
+        """Yield the names of a directory as they were when its listing began, each with its inode, unless
+        that is gone, and the id of the name after it."""
         if handle.entries is None or start_id == 0:
             ino = handle.node.ino
-            inode = self._inodes[ino]
-            self._atimes.read(inode)
-            handle.entries = [(b".", ino), (b"..", inode.parent or ino)]
+            directory = self._inodes[ino]
+            self._atimes.read(directory)
+            handle.entries = [(b".", ino), (b"..", directory.parent or ino)]
             handle.entries += self._namespace.children(ino)
-        return handle.entries
+        entries, inodes = handle.entries, self._inodes
+        for index in range(start_id, len(entries)):
+            name, ino = entries[index]
+            try:
+                inode = inodes[ino]
+            except KeyError:
+                continue
+            yield name, inode, index + 1
 
     async def readdir(
         self,
@@ -250,18 +258,13 @@ class Names(Part):
         attributes the kernel is to take no reference: it has them, and will for a while, or they are those
         of "." and "..". `one_number`: the session has one number for a node and its inode."""
         handle = self._directory_handle(fh)
-        entries, inodes = self._listing(handle, start_id), self._inodes
         directory = handle.node.ino
         valid_s = self._coherence.listing_s(directory)
         known_until = time.monotonic() + min(valid_s / 2, _USED_WITHIN_S)
-        for index in range(start_id, len(entries)):
-            name, ino = entries[index]
-            try:
-                inode = inodes[ino]
-            except KeyError:
-                continue
-            if index < 2:
-                if not add(name, ino, stat.S_IFDIR, None, index + 1):
+        for name, inode, next_id in self._listing(handle, start_id):
+            ino = inode.ino
+            if next_id <= 2:
+                if not add(name, ino, stat.S_IFDIR, None, next_id):
                     return
                 continue
             main = node = self._cache.routes.node_of(inode, 0)
@@ -269,7 +272,7 @@ class Names(Part):
                 node = self._nodes.numbered(inode)
             known = node.lookups > 0 and valid_s > 0
             if known and self._coherence.knows((directory, name), node, known_until):
-                if not add(name, ino, inode.mode, None, index + 1):
+                if not add(name, ino, inode.mode, None, next_id):
                     return
                 continue
             entry = self._metadata.describe(node, inode)
@@ -277,21 +280,15 @@ class Names(Part):
                 self._coherence.listed(entry, (directory, name), node, inode, valid_s)
             else:
                 self._coherence.attributes(entry, node, inode)
-            if not add(name, ino, entry.st_mode, entry, index + 1):
+            if not add(name, ino, entry.st_mode, entry, next_id):
                 self._nodes.drop_unused(node)
                 return
             node.lookups += 1
 
     def listed(self, fh: int, start_id: int) -> Iterator[tuple[int, int, bytes, int]]:
         """Yield names without attributes: number of the inode, id of the name after it, name, mode."""
-        entries, inodes = self._listing(self._directory_handle(fh), start_id), self._inodes
-        for index in range(start_id, len(entries)):
-            name, ino = entries[index]
-            try:
-                inode = inodes[ino]
-            except KeyError:
-                continue
-            yield ino, index + 1, name, inode.mode
+        for name, inode, next_id in self._listing(self._directory_handle(fh), start_id):
+            yield inode.ino, next_id, name, inode.mode
 
     async def releasedir(self, fh: int) -> None:
         self._directory_handle(fh)

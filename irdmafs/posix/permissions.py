@@ -93,11 +93,6 @@ async def mode_left(inode: Inode, caller: Caller, processes: Processes) -> int:
     return mode
 
 
-async def may_keep_set_ids(caller: Caller, processes: Processes) -> bool:
-    """Return whether a write by this caller leaves set-user-id and set-group-id as they are."""
-    return (await processes.credentials(caller.pid)).has(CAP_FSETID)
-
-
 async def refuse_stranger(inode: Inode, mode: int, caller: Caller, processes: Processes) -> None:
     """Raise OSError EPERM for a chown(2) that changes neither owner nor group, by a caller who may not
     change the file's mode. The kernel reports it in the same way as a write."""

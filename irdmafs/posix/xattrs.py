@@ -77,6 +77,8 @@ _XATTR_NAMESPACES: Final = (b"user.", _TRUSTED, b"security.")
 _VALUE_MAX: Final = 65536
 # What an entry needs at least beside its name: '"":[1],'.
 _ENTRY_BYTES: Final = 7
+# Each is two more that whoever reads the answer as JSON has to go down.
+_LEVELS_MAX: Final = 64
 _ALL: Final = stat.S_IROTH | stat.S_IXOTH
 Status = Callable[[], dict[str, Any]]
 
@@ -315,8 +317,10 @@ def _tree_below(namespace: Namespace, directory: Inode, counter: int, uid: int) 
         raise fail(errno.EACCES, "only its owner, or everybody, may ask for all that is below it")
     room = _VALUE_MAX
 
-    def entries(ino: int) -> dict[str, Any]:
+    def entries(ino: int, levels: int) -> dict[str, Any]:
         nonlocal room
+        if not levels:
+            raise _too_much()
         found = {}
         for name, child in namespace.children(ino):
             room -= len(name) + _ENTRY_BYTES
@@ -324,17 +328,18 @@ def _tree_below(namespace: Namespace, directory: Inode, counter: int, uid: int) 
                 raise _too_much()
             inode = namespace.inodes.get(child)
             if inode is not None:
-                found[os.fsdecode(name)] = entry(inode)
+                found[os.fsdecode(name)] = entry(inode, levels - 1)
         return found
 
-    def entry(inode: Inode) -> list[Any]:
+    def entry(inode: Inode, levels: int) -> list[Any]:
         if inode.is_file:
             return [inode.ino, inode.ctime_ns, inode.size, inode.version, inode.nlink]
         if inode.is_dir:
-            return [inode.ino, entries(inode.ino) if _may_look(inode, uid) else None]
+            return [inode.ino, entries(inode.ino, levels) if _may_look(inode, uid) else None]
         return [inode.ino]
 
-    answer = json.dumps([counter, entries(directory.ino)], separators=(",", ":")).encode()
+    found = entries(directory.ino, _LEVELS_MAX)
+    answer = json.dumps([counter, found], separators=(",", ":")).encode()
     if len(answer) > _VALUE_MAX:
         raise _too_much()
     return answer

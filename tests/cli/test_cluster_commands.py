@@ -52,8 +52,8 @@ class Cluster:
         self.file = directory / "cluster.toml"
 
     def init(self, *arguments: str) -> subprocess.CompletedProcess[str]:
-        where = ("--etcd", self.etcd.endpoint, "--name", self.name, "--out", str(self.directory))
-        return irdmafs("cluster", "init", *where, *arguments)
+        where = ("--etcd", ",".join(self.etcd.endpoints), "--out", self.directory)
+        return irdmafs("cluster", "init", *where, "--name", self.name, *arguments)
 
     def run(self, *arguments: str) -> subprocess.CompletedProcess[str]:
         return irdmafs(*arguments, "--cluster", self.file)
@@ -303,9 +303,11 @@ def test_status_when_all_is_well(cluster: Cluster) -> None:
         assert expected in text
 
 
-def test_status_of_a_dead_node_is_degraded(cluster: Cluster) -> None:
-    cluster.admit(A, B)
-    cluster.keep(GroupConfig(1, (A, B)), GroupConfig(2, (A,)))
+def test_status_of_a_dead_node_is_degraded_and_without_a_live_replica_unavailable(
+    cluster: Cluster,
+) -> None:
+    cluster.admit(A, B, C)
+    cluster.keep(GroupConfig(1, (A, B)), GroupConfig(2, (A,), (C,)))
     cluster.delete(key_of(b"n", B))
     found = cluster.status(1)
     assert found["groups"]["missing_replicas"] == {"1": 2}
@@ -313,7 +315,10 @@ def test_status_of_a_dead_node_is_degraded(cluster: Cluster) -> None:
     assert {node["id"]: node["state"] for node in found["nodes"]} == {
         f"{A:016x}": "up",
         f"{B:016x}": "down",
+        f"{C:016x}": "up",
     }
+    cluster.delete(key_of(b"n", A))
+    assert cluster.status(2)["groups"]["unavailable"] == 2
 
 
 def test_status_says_how_many_nodes_to_add_for_which_replicas(cluster: Cluster) -> None:
@@ -330,14 +335,6 @@ def test_status_says_how_many_nodes_to_add_for_which_replicas(cluster: Cluster) 
         "1 group without 1 of the replicas",
         "1 group without 3 of the replicas",
     ]
-
-
-def test_status_of_groups_without_a_live_replica_is_unavailable(cluster: Cluster) -> None:
-    cluster.admit(A, B, C)
-    cluster.keep(GroupConfig(1, (A, B)), GroupConfig(1, (C,), (A,)))
-    cluster.delete(key_of(b"n", C))
-    found = cluster.status(2)
-    assert found["groups"]["unavailable"] == 1
 
 
 def test_status_says_what_is_being_moved_and_how_long_it_takes(cluster: Cluster) -> None:

@@ -6,14 +6,18 @@ import re
 import signal
 import subprocess
 import sys
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from click.testing import CliRunner
 from harness.mountpoint import IRDMAFS, Mount, eventually, irdmafs, needs_fuse, one_line
 from harness.processes import Program
 
 from irdmafs import __version__
+from irdmafs.cli import status
+from irdmafs.cli.command import main
 from irdmafs.mount import mounting, stores
 
 pytestmark = needs_fuse
@@ -183,16 +187,13 @@ def with_bad_daemon(own: Mount, body: str) -> list[str]:
 
 
 @pytest.mark.parametrize(
-    ("body", "reason"),
-    [
-        ("print('last words', file=sys.stderr, flush=True); os.kill(os.getpid(), 9)", "signal 9"),
-        ("print('last words', file=sys.stderr, flush=True); os._exit(3)", "code 3"),
-    ],
+    ("end", "reason"), [("os.kill(os.getpid(), 9)", "signal 9"), ("os._exit(3)", "code 3")]
 )
 def test_daemon_that_dies_early_is_reported_with_its_last_words(
-    own: Mount, body: str, reason: str
+    own: Mount, end: str, reason: str
 ) -> None:
-    done = subprocess.run(with_bad_daemon(own, body), capture_output=True, text=True, timeout=60)
+    command = with_bad_daemon(own, f"print('last words', file=sys.stderr, flush=True); {end}")
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60)
     assert done.returncode == 1
     assert reason in done.stderr and "last words" in done.stderr
 
@@ -259,7 +260,7 @@ def test_discard_takes_the_store_along(mounted: Mount) -> None:
 # -- status and versions --------------------------------------------------------------------------
 
 
-def test_status_tells_of_one_mount(mounted: Mount) -> None:
+def test_status_tells_of_one_mount_and_of_all(mounted: Mount) -> None:
     (mounted.path / "file").write_bytes(b"x" * 1000)
     done = irdmafs("status", "--json", mounted.path)
     assert done.returncode == 0
@@ -273,13 +274,23 @@ def test_status_tells_of_one_mount(mounted: Mount) -> None:
     assert page.returncode == 0
     assert str(mounted.store) in page.stdout and "requests" in page.stdout
     assert page.stdout.isascii()
-
-
-def test_status_tells_of_all_mounts(mounted: Mount) -> None:
-    done = irdmafs("status", "--json")
-    found = json.loads(done.stdout)["mounts"]
+    found = json.loads(irdmafs("status", "--json").stdout)["mounts"]
     assert [one["pid"] for one in found if one["mountpoint"] == str(mounted.path)] == [mounted.pid]
     assert str(mounted.path) in irdmafs("status").stdout
+
+
+def test_status_asks_all_mounts_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked = threading.Barrier(8)
+
+    def report(mount: mounting.Mount) -> status.MountReport:
+        asked.wait(10)
+        return status.MountReport(mount, "hung", {})
+
+    mount = mounting.Mount(1, "0:1", "/", "/here", "rw", mounting.FSTYPE, "irdmafs", "rw")
+    monkeypatch.setattr(mounting, "irdmafs_mounts", lambda: [mount] * 8)
+    monkeypatch.setattr(status, "report", report)
+    done = CliRunner().invoke(main, ["status"])
+    assert (done.exit_code, done.stdout.count("/here does not answer")) == (1, 8), done
 
 
 def test_a_question_about_a_plain_directory_is_one_clear_line(tmp_path: Path) -> None:

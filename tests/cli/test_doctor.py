@@ -3,7 +3,6 @@
 import json
 import os
 import re
-import site
 import subprocess
 import sys
 import tempfile
@@ -12,14 +11,13 @@ from pathlib import Path
 import pytest
 from harness.mount_namespaces import in_new_mount_namespace
 from harness.mountpoint import irdmafs, needs_fuse, one_line
-from harness.processes import AS_NOBODY
+from harness.processes import AS_NOBODY, AS_NOBODY_WHO_OPENS_ALL
 
 from irdmafs.backend.model.values import human_bytes
 from irdmafs.cli import status
 from irdmafs.doctor import machine as doctor
 from irdmafs.mount import mounting
 
-NOBODY = 65534
 # Make /dev/fuse root's own in a mount namespace, and run a command there.
 _SHUT = (
     "mount -t tmpfs none /mnt && mknod -m 600 /mnt/fuse c 10 229 && mount --bind /mnt/fuse /dev/fuse && "
@@ -119,34 +117,9 @@ def test_a_process_whose_helper_cannot_mount_is_told_why(
         assert "`irdmafs doctor`" in line
 
 
-def _as_nobody() -> dict[str, object]:
-    """How to run an interpreter that an unprivileged user may start. Skips where there is none."""
-    if os.geteuid() != 0:
-        return {"args": [sys.executable]}
-    root = str(Path(doctor.__file__).parents[1])
-    version = f"python{sys.version_info.major}.{sys.version_info.minor}"
-    options = {
-        "user": NOBODY,
-        "group": NOBODY,
-        "extra_groups": [],
-        "cwd": "/",
-        "env": {**os.environ, "PYTHONPATH": ":".join([root, *site.getsitepackages()])},
-    }
-    for python in (sys.executable, f"/usr/bin/{version}"):
-        try:
-            command = [python, "-c", "import irdmafs.doctor.machine, click"]
-            done = subprocess.run(command, capture_output=True, **options)  # type: ignore[call-overload]
-        except OSError:
-            continue
-        if done.returncode == 0:
-            return {"args": [python], **options}
-    pytest.skip("an unprivileged user can start no Python with irdmafs here")
-
-
 def test_unprivileged_user_is_told_what_privilege_would_give() -> None:
-    how = _as_nobody()
-    command = [*how.pop("args"), "-m", "irdmafs", "doctor", "--json"]  # type: ignore[misc]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=60, **how)  # type: ignore[call-overload]
+    launcher = AS_NOBODY_WHO_OPENS_ALL if os.geteuid() == 0 else ()
+    done = irdmafs("doctor", "--json", launcher=launcher)
     data = json.loads(done.stdout)
     assert "kernel" not in data["sessions"]
     assert not data["passthrough"]

@@ -9,10 +9,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import test_cluster_commands
 import trio
 from click.testing import CliRunner
 from harness.etcd_server import EtcdServer
-from harness.mountpoint import irdmafs
 
 from irdmafs.backend.cluster.config import ClusterConfig
 from irdmafs.backend.etcd import etcd_pb2 as pb
@@ -26,14 +26,12 @@ from irdmafs.cli.command import main
 QUOTA_BYTES = 16 << 20
 
 
-class Cluster:
+class Cluster(test_cluster_commands.Cluster):
     """A cluster without nodes, whose etcd has a small quota."""
 
-    def __init__(self, server: EtcdServer, directory: Path) -> None:
-        self.server = server
-        self.file = directory / "cluster.toml"
-        where = ",".join(server.endpoints)
-        done = irdmafs("cluster", "init", "--no-tls", "--etcd", where, "--out", str(directory))
+    def __init__(self, etcd: EtcdServer, directory: Path) -> None:
+        super().__init__(etcd, directory, "default")
+        done = self.init("--no-tls")
         assert done.returncode == 0, done
 
     def run(self, *arguments: str) -> subprocess.CompletedProcess[str]:
@@ -42,32 +40,23 @@ class Cluster:
         done = CliRunner().invoke(main, words)
         return subprocess.CompletedProcess(words, done.exit_code, done.stdout, done.stderr)
 
-    def status(self) -> dict[str, Any]:
-        found: dict[str, Any] = json.loads(self.run("status", "--json").stdout)
-        return found
+    def told(self) -> Any:
+        return json.loads(self.run("status", "--json").stdout)
 
     def problem_of_etcd(self) -> str:
         """The problem with etcd that status names; "" for none."""
-        return next((line for line in self.status()["problems"] if line.startswith("etcd")), "")
-
-    def engine(self) -> EtcdEngine:
-        return ClusterConfig.load(str(self.file)).cluster.engine("admin")
+        return next((line for line in self.told()["problems"] if line.startswith("etcd")), "")
 
     def raise_alarm(self, alarm: pb.AlarmType) -> None:
-        async def main() -> None:
-            async with self.engine() as engine:
-                request = pb.AlarmRequest(action=pb.AlarmRequest.ACTIVATE, memberID=1, alarm=alarm)
-                await engine.admin.room._calls.call(ALARM, request)
+        request = pb.AlarmRequest(action=pb.AlarmRequest.ACTIVATE, memberID=1, alarm=alarm)
+        self.do(lambda engine: engine.admin.room._calls.call(ALARM, request))
 
-        trio.run(main)
+    def fill(self, keys: int = 1, size: int = 1) -> None:
+        async def put(engine: EtcdEngine) -> None:
+            for number in range(keys):
+                await engine.transact((), [Put(b"i%08d" % number, bytes(size))])
 
-    def put(self, keys: int = 1, size: int = 1) -> None:
-        async def main() -> None:
-            async with self.engine() as engine:
-                for number in range(keys):
-                    await engine.transact((), [Put(b"i%08d" % number, bytes(size))])
-
-        trio.run(main)
+        self.do(put)
 
 
 @pytest.fixture
@@ -80,15 +69,15 @@ def test_an_alarm_that_was_raised_without_need_is_told_and_taken_back(cluster: C
     """Without one, the room of etcd is told."""
     cluster.raise_alarm(pb.NOSPACE)
     with pytest.raises(NoSpace, match="repair-etcd"):
-        cluster.put()
+        cluster.fill()
     assert "NOSPACE" in cluster.problem_of_etcd()
     shown = cluster.run("status")
     assert (shown.returncode, "ALARM NOSPACE" in shown.stdout) == (2, True)
     assert "repair-etcd" in shown.stdout
     assert cluster.run("repair-etcd").returncode == 0
-    cluster.put()
+    cluster.fill()
     assert cluster.problem_of_etcd() == ""
-    told = cluster.status()["etcd_room"]
+    told = cluster.told()["etcd_room"]
     assert told["alarms"] == []
     [room] = told["members"].values()
     assert room["file_bytes"] >= room["used_bytes"] > 0
@@ -99,14 +88,14 @@ def test_a_full_etcd_takes_writes_again_when_keys_were_removed_and_it_was_repair
     cluster: Cluster,
 ) -> None:
     with pytest.raises(NoSpace):
-        cluster.put(keys=100, size=500_000)
+        cluster.fill(keys=100, size=500_000)
     assert "NOSPACE" in cluster.problem_of_etcd()
-    cluster.server.ctl("del", "--prefix", "/irdmafs/default/i")
+    cluster.etcd.ctl("del", "--prefix", "/irdmafs/default/i")
     done = cluster.run("repair-etcd")
     assert done.returncode == 0, done
-    [room] = cluster.status()["etcd_room"]["members"].values()
+    [room] = cluster.told()["etcd_room"]["members"].values()
     assert room["file_bytes"] < QUOTA_BYTES / 2
-    cluster.put()
+    cluster.fill()
 
 
 def test_the_members_that_are_up_are_repaired_and_compared_only_if_all_are(
@@ -117,13 +106,13 @@ def test_the_members_that_are_up_are_repaired_and_compared_only_if_all_are(
         cluster = Cluster(server, tmp_path)
         server.kill9(2)
         cluster.raise_alarm(pb.NOSPACE)
-        rooms = cluster.status()["etcd_room"]["members"]
+        rooms = cluster.told()["etcd_room"]["members"]
         assert set(rooms) == set(server.endpoints)
         assert [where for where, room in rooms.items() if "error" in room] == [server.endpoints[2]]
         done = cluster.run("repair-etcd")
         assert done.returncode == 0, done
         assert f"{server.endpoints[2]} is left out" in done.stdout
-        cluster.put()
+        cluster.fill()
 
         cluster.raise_alarm(pb.CORRUPT)
         assert cluster.run("repair-etcd").returncode == 1
@@ -131,7 +120,7 @@ def test_the_members_that_are_up_are_repaired_and_compared_only_if_all_are(
         server.start(2)
         done = cluster.run("repair-etcd")
         assert (done.returncode, "same data" in done.stdout) == (0, True), done
-        cluster.put()
+        cluster.fill()
 
 
 @pytest.mark.parametrize(
@@ -149,7 +138,7 @@ async def test_a_node_has_etcd_s_room_in_its_figures_and_logs_an_alarm_once(
     cluster: Cluster, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level(logging.INFO, "irdmafs.backend.node.housekeeping")
-    async with cluster.engine() as engine:
+    async with ClusterConfig.load(str(cluster.file)).cluster.engine("admin") as engine:
         watch = EtcdWatch(engine)
         await watch.look()
         found = watch.figures

@@ -13,19 +13,18 @@ from typing import Self
 
 import pytest
 from click.testing import CliRunner
-from harness import forks
 from harness.closing import Closing
 from harness.cluster_mount import OneNodeMount
 from harness.mount_namespaces import in_new_mount_namespace
-from harness.mountpoint import IRDMAFS, needs_fuse, run_checked
+from harness.mountpoint import irdmafs, needs_fuse, run_checked
 from harness.processes import Program
 from test_careless import config_of, mounted, shared
+from test_messages import place
 
 from irdmafs.cli.command import main
 from irdmafs.cli.mount_helper import mount_irdmafs
-from irdmafs.mount import mounting
 
-__all__ = ["mounted", "shared"]
+__all__ = ["mounted", "place", "shared"]
 
 pytestmark = needs_fuse
 
@@ -209,30 +208,26 @@ def test_remount_changes_what_kernel_obeys_and_says_what_it_does_not(host: Insta
 # -- irdmafs install
 
 
-def command(*words: str | Path) -> subprocess.CompletedProcess[str]:
-    return forks.run([*IRDMAFS, *map(str, words)], timeout_s=60)
-
-
 def test_install_is_repeated_without_a_change_and_undone(tmp_path: Path) -> None:
-    done = command("install", "--root", tmp_path, "--dry-run")
+    done = irdmafs("install", "--root", tmp_path, "--dry-run")
     assert done.stdout.count("would be made") == len(NAMES)
     assert list(tmp_path.iterdir()) == []
-    assert command("install", "--root", tmp_path).returncode == 0
+    assert irdmafs("install", "--root", tmp_path).returncode == 0
     assert all((tmp_path / name).exists() for name in NAMES)
-    assert "nothing to change" in command("install", "--root", tmp_path).stdout
+    assert "nothing to change" in irdmafs("install", "--root", tmp_path).stdout
     # An installation elsewhere, and another version.
     helper, unit = tmp_path / NAMES[0], tmp_path / NAMES[-1]
     target = os.readlink(helper)
     helper.unlink()
     helper.symlink_to("/opt/other/bin/mount.irdmafs")
     unit.write_text(unit.read_text() + "# older\n")
-    done = command("install", "--root", tmp_path)
+    done = irdmafs("install", "--root", tmp_path)
     assert done.stdout.count(" made\n") == 2
     assert os.readlink(helper) == target
     assert "older" not in unit.read_text()
-    assert command("uninstall", "--root", tmp_path).stdout.count(" removed\n") == len(NAMES)
+    assert irdmafs("uninstall", "--root", tmp_path).stdout.count(" removed\n") == len(NAMES)
     assert not any((tmp_path / name).is_symlink() or (tmp_path / name).exists() for name in NAMES)
-    assert "nothing to change" in command("uninstall", "--root", tmp_path).stdout
+    assert "nothing to change" in irdmafs("uninstall", "--root", tmp_path).stdout
 
 
 def test_install_warns_of_programs_that_a_user_can_change(
@@ -255,10 +250,10 @@ def test_install_touches_nothing_of_others(tmp_path: Path, name: str) -> None:
     theirs = tmp_path / name
     theirs.parent.mkdir(parents=True)
     theirs.write_text("of another\n")
-    done = command("install", "--root", tmp_path)
+    done = irdmafs("install", "--root", tmp_path)
     assert done.returncode == 1
     assert f"{theirs} is not of irdmafs" in done.stderr
-    assert command("uninstall", "--root", tmp_path).returncode == 0
+    assert irdmafs("uninstall", "--root", tmp_path).returncode == 0
     assert [path for path in tmp_path.rglob("*") if not path.is_dir()] == [theirs]
     assert theirs.read_text() == "of another\n"
 
@@ -266,7 +261,7 @@ def test_install_touches_nothing_of_others(tmp_path: Path, name: str) -> None:
 @pytest.mark.skipif(shutil.which("systemd-analyze") is None, reason="no systemd-analyze")
 @pytest.mark.parametrize("kind", ["mount", "serve"])
 def test_systemd_takes_the_units(tmp_path: Path, kind: str) -> None:
-    assert command("install", "--root", tmp_path).returncode == 0
+    assert irdmafs("install", "--root", tmp_path).returncode == 0
     unit = tmp_path / UNITS / f"irdmafs-{kind}@.service"
     instance = unit.with_name(f"irdmafs-{kind}@mnt-a\\x20b.service")
     unit.rename(instance)
@@ -308,15 +303,6 @@ class Manager(Closing):
         return subprocess.Popen(
             command, env=self.environment, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
         )
-
-
-@pytest.fixture
-def place(tmp_path: Path) -> Iterator[Path]:
-    path = tmp_path / "m"
-    path.mkdir()
-    yield path
-    if mounting.find_mount(str(path)) is not None:
-        run_checked("umount", "-l", path)
 
 
 @pytest.mark.parametrize("ends", ["signal", "umount"])

@@ -213,6 +213,18 @@ def test_an_empty_path_is_not_the_current_directory(tmp_path: Path, words: tuple
     assert not os.path.ismount(tmp_path)
 
 
+@pytest.mark.parametrize(
+    "words", [("mount", "m"), ("versions", "f"), ("serve", "s", "--etcd", "h")]
+)
+def test_a_command_in_a_directory_that_was_removed_says_so(
+    tmp_path: Path, words: tuple[str, ...]
+) -> None:
+    here = tmp_path / "here"
+    here.mkdir()
+    launcher = ("sh", "-c", 'cd "$0" && rmdir "$0" && exec "$@"', str(here))
+    assert "change to another directory" in one_line(irdmafs(*words, launcher=launcher))
+
+
 def test_a_mount_that_has_another_below_it_names_that(mounted: Mount, tmp_path: Path) -> None:
     below = mounted.path / "below"
     below.mkdir()
@@ -227,10 +239,14 @@ def test_a_mount_that_has_another_below_it_names_that(mounted: Mount, tmp_path: 
 # -- other users
 
 
-def test_only_who_mounted_and_root_can_unmount(mounted: Mount) -> None:
+def test_only_who_mounted_and_root_can_unmount_and_others_are_told_whose_it_is(
+    mounted: Mount,
+) -> None:
     line = one_line(irdmafs("umount", mounted.path, launcher=AS_NOBODY_WHO_OPENS_ALL))
     assert "was mounted by root (user 0)" in line
     assert mounted.is_mounted()
+    line = one_line(irdmafs("mount", mounted.path, launcher=AS_NOBODY_WHO_OPENS_ALL))
+    assert line == f"{mounted.path} is already mounted by root (user 0)"
 
 
 def test_allow_other_that_root_has_not_allowed_says_how_to(
@@ -394,20 +410,35 @@ def test_commands_at_a_mount_whose_daemon_is_stopped_end_and_say_so(mounted: Mou
     eventually(lambda: has_ended(daemon), "the daemon ends when it goes on")
 
 
-def test_a_mount_that_is_interrupted_leaves_nothing_and_says_nothing(
-    place: Path, tmp_path: Path
-) -> None:
-    config = tmp_path / "cluster.toml"
+@contextlib.contextmanager
+def waiting_mount(place: Path) -> Iterator[tuple[Program, int]]:
+    """Yield a command that mounts, and its daemon, which waits for an etcd that does not answer."""
+    config = place.with_name("cluster.toml")
     config.write_text('[cluster]\netcd = ["127.0.0.1:1"]\n')
     command = (*IRDMAFS, "mount", place, "--cluster", config)
     with Program(*command, stderr=subprocess.PIPE) as mount:
-        eventually(lambda: stores.default_store_path(str(place)) is not None, "it has a store")
-        store = Path(stores.default_store_path(str(place)) or "")
-        eventually((store / "irdmafs.log").exists, "its daemon waits for etcd")
+        log = Path(stores.TMPFS_ROOT, stores.store_name(str(place)), "irdmafs.log")
+        eventually(lambda: log.exists() and log.read_text() != "", "its daemon waits for etcd")
+        yield mount, int(Path(f"/proc/{mount.pid}/task/{mount.pid}/children").read_text())
+
+
+def test_a_mount_that_is_interrupted_leaves_nothing_and_says_nothing(place: Path) -> None:
+    with waiting_mount(place) as (mount, daemon):
         mount.send_signal(signal.SIGINT)
         assert mount.stderr.read() == ""
     assert mount.returncode in INTERRUPTED
-    assert not store.exists()
+    assert has_ended(daemon)
+    assert stores.default_store_path(str(place)) is None
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL])
+def test_a_mount_that_is_ended_while_it_waits_takes_its_daemon_along(
+    place: Path, number: signal.Signals
+) -> None:
+    with waiting_mount(place) as (mount, daemon):
+        mount.send_signal(number)
+        assert mount.wait(30) == -number
+    eventually(lambda: has_ended(daemon), "the daemon has ended, long before it gives etcd up", 5)
 
 
 def test_an_interrupt_during_imports_shows_no_traceback() -> None:
@@ -421,8 +452,3 @@ def test_an_interrupt_during_imports_shows_no_traceback() -> None:
             assert signal.getsignal(signal.SIGINT) is signal.SIG_IGN
     finally:
         signal.signal(signal.SIGINT, handler)
-
-
-def test_a_user_is_told_whose_mount_is_there(mounted: Mount) -> None:
-    line = one_line(irdmafs("mount", mounted.path, launcher=AS_NOBODY_WHO_OPENS_ALL))
-    assert line == f"{mounted.path} is already mounted by root (user 0)"

@@ -2,7 +2,6 @@
 
 import errno
 import os
-import select
 from collections.abc import Callable
 from pathlib import Path
 
@@ -15,13 +14,6 @@ from harness.processes import Process, TakeProcess
 from irdmafs.fuse.wakeups import halts_at_once
 
 pytestmark = pytest.mark.kernel_session("pyfuse3 does not carry it")
-
-
-def test_files_are_always_readable_and_writable_for_poll(folder: Path) -> None:
-    with open(folder / "file", "w+b") as file:
-        poller = select.poll()
-        poller.register(file, select.POLLIN | select.POLLOUT | select.POLLPRI)
-        assert [events for _, events in poller.poll(0)] == [select.POLLIN | select.POLLOUT]
 
 
 def test_deadlock_of_posix_locks_is_refused(file: Path, process: TakeProcess) -> None:

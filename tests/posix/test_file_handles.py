@@ -67,11 +67,7 @@ def test_a_handle_of_a_directory_leads_there(mount: Mount, folder: Path) -> None
 
 
 def test_handles_outlive_the_daemon_and_never_lead_to_another_file(own_mount: Mount) -> None:
-    directory, file, gone = (
-        own_mount.path / "dir",
-        own_mount.path / "dir" / "file",
-        own_mount.path / "gone",
-    )
+    directory, file, gone = (own_mount.path / name for name in ("dir", "dir/file", "gone"))
     directory.mkdir()
     file.write_bytes(b"first")
     file.write_bytes(b"content")

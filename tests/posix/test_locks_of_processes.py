@@ -1,12 +1,19 @@
 """Locks between processes: fcntl ranges, flock, and what wakes or frees a waiter."""
 
+import errno
+from fcntl import F_RDLCK
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from harness.cluster_mount import CLUSTER
+from harness.errors import fails_with
 from harness.mountpoint import Mount
 from harness.processes import TRY_LOCKS, Process, TakeProcess
 from harness.scenarios import AsOnTmpfs
+
+from irdmafs.posix.lock_tables import LAST_BYTE, Lock
+from irdmafs.posix.locking import Locking
 
 # With pyfuse3 the kernel keeps locks, which test_as_tmpfs_does.py tries.
 SESSIONS = ("kernel", CLUSTER)
@@ -127,3 +134,19 @@ def test_status_counts_the_locks_held(mount: Mount, folder: Path, process: TakeP
     one.do("fcntl.flock(fd, fcntl.LOCK_EX)")
     one.do("fcntl.lockf(fd, fcntl.LOCK_EX, 1, 0); fcntl.lockf(fd, fcntl.LOCK_SH, 1, 5)")
     assert mount.status()["locks"] == before + 3
+
+
+def test_what_a_process_lost_is_nothing_to_the_next_one_of_its_number() -> None:
+    """A close that the kernel does not report, of a file that was opened for reading, tells it nothing."""
+    store = SimpleNamespace(
+        locks=SimpleNamespace(holders=[]), namespace=SimpleNamespace(describe=str)
+    )
+    locking = Locking("cluster", store, None, None)  # type: ignore[arg-type]
+    with Process() as holder:
+        locking.flocks.acquire(7, 1, Lock(F_RDLCK, 0, LAST_BYTE, holder.pid))
+        locking.lost()
+        with fails_with(errno.EIO):
+            locking.check(holder.pid)
+        holder.kill()
+        locking.check(holder.pid)
+    assert not locking.lost_by

@@ -104,18 +104,11 @@ def test_groups_and_owners_who_have_shut_themselves_out_see_nothing(
         one.do(f"os.getxattr(directory, '{TREE}')", directory=str(private))
 
 
-def test_more_than_an_attribute_holds_is_refused(folder: Path) -> None:
+def test_more_than_an_attribute_holds_is_refused_and_levels_that_are_too_many(folder: Path) -> None:
+    (folder / "wide").mkdir()
     for number in range(300):
-        (folder / f"{number:0250}").touch()
-    with fails_with(errno.E2BIG):
-        tree_of(folder)
-
-
-def test_it_is_neither_listed_nor_set(folder: Path) -> None:
-    tree_of(folder)
-    assert TREE not in os.listxattr(folder)
-    with pytest.raises(PermissionError):
-        os.setxattr(folder, TREE, b"1")
-    (folder / "file").touch()
-    with fails_with(errno.ENODATA):
-        os.getxattr(folder / "file", TREE)
+        (folder / "wide" / f"{number:0250}").touch()
+    folder.joinpath("deep", *["a"] * 600).mkdir(parents=True)
+    for name in ("wide", "deep"):
+        with fails_with(errno.E2BIG):
+            tree_of(folder / name)

@@ -1,11 +1,13 @@
 """Versions in detail: how each way of changing a file publishes, and what stat and xattrs then show."""
 
+import errno
 import itertools
 import os
 from pathlib import Path
 
 import pytest
 from conftest import EVERYWHERE
+from harness.errors import fails_with
 from harness.mountpoint import Mount, eventually
 from harness.processes import Process, TakeProcess
 from harness.scenarios import AsOnTmpfs
@@ -149,8 +151,14 @@ def test_versions_count_up_and_name_their_openers(
     assert mount.versions(file)[0]["version"] == first + 2
 
 
-def test_own_attributes_are_not_listed_and_cannot_be_set(file: Path) -> None:
+def test_attributes_that_tell_are_not_listed_nor_set_nor_of_another_kind_of_file(
+    folder: Path, file: Path
+) -> None:
     file.write_bytes(b"x")
-    assert not [name for name in os.listxattr(file) if "irdmafs" in name]
-    with pytest.raises(OSError):
-        os.setxattr(file, "user.irdmafs.version", b"7")
+    for path, name in ((file, "version"), (folder, "changes"), (folder, "tree")):
+        os.getxattr(path, f"user.irdmafs.{name}")
+        assert not any("irdmafs" in listed for listed in os.listxattr(path))
+        with pytest.raises(PermissionError):
+            os.setxattr(path, f"user.irdmafs.{name}", b"7")
+        with fails_with(errno.ENODATA):
+            os.getxattr(folder if path == file else file, f"user.irdmafs.{name}")
