@@ -9,7 +9,6 @@ rights. Each operation has its row in operations.py, each message of a mover bes
 import enum
 import errno
 import hashlib
-import logging
 import secrets
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -17,8 +16,6 @@ from enum import Enum, auto
 from typing import Any, TypeAlias
 
 from .messages import Message
-
-log = logging.getLogger(__name__)
 
 
 class Scope(Enum):
@@ -88,12 +85,6 @@ def need(rights: Mapping[Any, Row], role: str, asked: Asked) -> Scope:
 def denied(text: str) -> PermissionError:
     """Return the error EACCES of a peer that has no right to what it asks for."""
     return PermissionError(errno.EACCES, text)
-
-
-def tell_of_denial(peer: Peer, error: PermissionError) -> None:
-    """Log the first request of a peer that it had no right to."""
-    peer.denials += 1
-    log.log(logging.WARNING if peer.denials == 1 else logging.DEBUG, "%s: %s", peer, error.strerror)
 
 
 def make_session_key() -> bytes:

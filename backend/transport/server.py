@@ -15,14 +15,14 @@ import trio
 from ..observe import logs
 from ..trust.security import Identity
 from ..unwrap import background
-from . import Fenced, messages
+from . import messages
 from .caller import broken_text
 from .door import Door, begins_with_tls, identity_of, listen
 from .frames import FRAME_BYTES_MAX, HELLO_BYTES_MAX, BadMessage, Codec, Frames, decode_hello
 from .mover import Connection, Host, Lasting, Mover
 from .operations import OPERATIONS, codec_for
 from .prompt import PromptStream, acquire, let_go
-from .rights import ROLES, Peer, Scope, may, tell_of_denial
+from .rights import ROLES, Peer, Scope, may
 from .service import check_right
 
 log = logging.getLogger(__name__)
@@ -300,21 +300,14 @@ class Control:
         self, request: messages.Request, done: Awaitable[messages.Answer | Lasting]
     ) -> messages.Answer | Lasting:
         """Return the answer, or the error."""
-        here = self._host.service.node
+        host, what = self._host, type(request).__name__.lower()
         try:
             return await done
         except OSError as error:
-            code, node, text = messages.failure_of(error, here)
-            self._host.counters.errors[errno.errorcode.get(code, str(code))] += 1
-            if isinstance(error, PermissionError):
-                self._host.counters.denied_requests += 1
-                tell_of_denial(self._peer, error)
-            elif not isinstance(error, (Fenced, FileNotFoundError)):
-                log.info("%s: %s: %s", self._peer, type(request).__name__.lower(), error)
-            return messages.Failed(code, node, text)
+            return messages.Failed(*host.failed(self._peer, what, error))
         except Exception:
-            log.exception("%s: %s", self._peer, type(request).__name__.lower())
-            return messages.Failed(errno.EIO, here, "internal error; see its log")
+            log.exception("%s: %s", self._peer, what)
+            return messages.Failed(errno.EIO, host.service.node, "internal error; see its log")
 
     async def _do(self, request: messages.Request) -> messages.Answer | Lasting:
         contents = request.contents if isinstance(request, messages.AboutContents) else ()

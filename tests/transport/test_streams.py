@@ -6,6 +6,7 @@ import socket
 import threading
 import time
 from collections.abc import Callable, Iterator
+from typing import TypeVar
 
 import pytest
 import trio
@@ -20,8 +21,9 @@ from irdmafs.backend.transport.tcp.streams import (
     wait_for_reply,
 )
 from irdmafs.backend.transport.tcp.threads import in_threads
-from irdmafs.backend.transport.tcp.wire import Reply, ReplyKind
+from irdmafs.backend.transport.tcp.wire import Reply, ReplyKind, decode_reply
 
+T = TypeVar("T")
 MiB = 1 << 20
 TIMEOUT_S = 20.0
 # What a thread may look for while it sends, in a second.
@@ -35,9 +37,9 @@ class Counting(Channel):
         super().__init__(sock, TIMEOUT_S, listens=False)
         self.looks = 0
 
-    def next_reply(self, wait: bool) -> Reply | None:
+    def next_message(self, decode: Callable[[bytes], T], *, wait: bool) -> T | None:
         self.looks += 1
-        return super().next_reply(wait)
+        return super().next_message(decode, wait=wait)
 
 
 @pytest.fixture
@@ -104,8 +106,8 @@ def test_a_refusal_is_heard_while_the_bytes_are_still_being_sent(
     os.ftruncate(source, length)
 
     def refuse() -> None:
-        other.reply(Reply(ReplyKind.WORKING))
-        other.reply(Reply(ReplyKind.FAILED, errno.ENOSPC))
+        other.say(Reply(ReplyKind.WORKING))
+        other.say(Reply(ReplyKind.FAILED, errno.ENOSPC))
         with memoryview(bytearray(MiB)) as view:
             while not heard.is_set():
                 try:
@@ -129,8 +131,8 @@ def test_what_is_said_during_the_last_bytes_is_heard_after_them(
 ) -> None:
     one, other = ends
     for kind in (ReplyKind.WORKING, ReplyKind.OK):
-        other.reply(Reply(kind))
-    assert one.next_reply(wait=True) == Reply(ReplyKind.WORKING)
+        other.say(Reply(kind))
+    assert one.next_message(decode_reply, wait=True) == Reply(ReplyKind.WORKING)
     early = send_range(one, files[0], 0, 100)
     assert (early or wait_for_reply(one)) == Reply(ReplyKind.OK)
 

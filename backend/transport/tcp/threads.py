@@ -21,8 +21,8 @@ async def in_threads(
     """Run each work in a thread of its own, for which there are `places` (None: any number); all have ended
     when this returns or raises. Return their results in the order in which they came.
 
-    `stop` is called, once or more, when one of them fails or this is cancelled, and must make the
-    others end soon. Raises what the first one that failed raised.
+    `stop` is called, once or more, when one of them fails before others have ended, or this is cancelled,
+    and must make them end soon. Raises what the first one that failed raised.
     """
     running = _Running(stop, places)
     try:
@@ -87,7 +87,8 @@ class _Running:
             self.results.append(outcome.unwrap())
         except BaseException as error:
             self.errors.append(error)
-            self._stop()
+            if self.left:
+                self._stop()
         if not self.left and self._waiting is not None:
             trio.lowlevel.reschedule(self._waiting)
 
