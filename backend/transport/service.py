@@ -130,6 +130,6 @@ async def check_right(
 ) -> None:
     """Check the right of a peer to ask for something about contents. Raises OSError EACCES, and as
     Service.check_owner."""
-    if need(rights, peer.role, asked) is Scope.OWN:
+    if need(rights, peer.identity.role, asked) is Scope.OWN:
         for content in contents:
             await service.check_owner(peer, content)
