@@ -2,9 +2,9 @@
 of operations, or one that a mover adds."""
 
 from collections.abc import Iterable, Mapping
-from functools import reduce
+from functools import partial, reduce
 from operator import or_
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, Final, NamedTuple, TypeVar
 
 import msgspec
 import trio
@@ -134,20 +134,6 @@ class Codec:
         return decoded(self._answers, body)
 
 
-_hello_decoder = Decoder(Hello)
-_welcome_decoder: Decoder[Welcome | Refused] = Decoder(Welcome | Refused)
-
-
-def decode_hello(body: bytes) -> Hello:
-    """Return the first message of a caller. Raises BadMessage."""
-    return decoded(_hello_decoder, body)
-
-
-def decode_welcome(body: bytes) -> Welcome | Refused:
-    """Return the first message of a node. Raises BadMessage."""
-    return decoded(_welcome_decoder, body)
-
-
 def _decoder(kinds: Iterable[Any]) -> Decoder[Any]:
     return Decoder(reduce(or_, kinds))
 
@@ -158,3 +144,8 @@ def decoded(decoder: Decoder[T], body: bytes) -> T:
         return decoder.decode(body)
     except (msgspec.MsgspecError, ValueError, RecursionError) as error:
         raise BadMessage(f"not a message of this protocol: {error}") from None
+
+
+# Return the first message of a caller, and of a node. They raise BadMessage.
+decode_hello: Final = partial(decoded, Decoder(Hello))
+decode_welcome: "Final[partial[Welcome | Refused]]" = partial(decoded, Decoder(Welcome | Refused))
