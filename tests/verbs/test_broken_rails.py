@@ -290,7 +290,7 @@ async def test_a_device_that_is_gone_is_left_alone(memory: Path) -> None:
         await until(lambda: bool(adapter.failure))
         await until(lambda: not adapter.pairs)
         await place.there_and_back(1, 5 * MiB)
-        assert found.usable == ["rxe1/1 - rxe1/1 (10.9.1.1)"]
+        assert list(found.usable) == ["rxe1/1 - rxe1/1 (10.9.1.1)"]
         assert place.peers.counters.fallbacks == 0
 
 

@@ -66,7 +66,7 @@ async def on_adapter(
     choice: Choice = Choice(),  # noqa: B008
 ) -> AsyncIterator[Cluster]:
     address = need_address()
-    device = devices.choose(devices.find(), address).device
+    device = devices.choose(devices.find(), address).device.name
     with Rdma(choice._replace(device=device)) as rdma:
         async with in_cluster(memory, count, address, timeout_s=TIMEOUT_S, rdma=rdma) as place:
             yield Cluster(memory, place.peers, place.nodes, rdma)

@@ -147,7 +147,7 @@ class Nodes:
 async def with_nodes(memory: Path) -> AsyncIterator[Nodes]:
     async with AsyncExitStack() as stack:
         address = need_address()
-        device = devices.choose(devices.find(), address).device
+        device = devices.choose(devices.find(), address).device.name
         rdma = stack.enter_context(Rdma(Choice(device=device)))
         served: list[Node] = []
         gone: set[int] = set()

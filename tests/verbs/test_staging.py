@@ -76,7 +76,7 @@ class Worker:
 async def with_worker(memory: Path, choice: Choice = SMALL) -> AsyncIterator[Worker]:
     """`choice` is the worker's."""
     address = need_address()
-    device = devices.choose(devices.find(), address).device
+    device = devices.choose(devices.find(), address).device.name
     of_node, of_worker = Choice(device=device), choice._replace(device=device)
     with Rdma(of_node) as node_rdma, Rdma(of_worker) as rdma:
         async with in_cluster(

@@ -53,7 +53,7 @@ class Gid(NamedTuple):
     netdev: str
 
     @property
-    def address(self) -> ipaddress.IPv4Address | ipaddress.IPv6Address:
+    def address(self) -> networks.Address:
         """Return the IP address that the GID stands for, on RoCE."""
         address = ipaddress.IPv6Address(self.value)
         return address.ipv4_mapped or address
@@ -98,12 +98,11 @@ class Device(NamedTuple):
 
 
 class Route(NamedTuple):
-    """The device, port and GID table entry that a peer is reached by."""
+    """The device, its port and the entry of the port's GID table that a peer is reached by."""
 
-    device: str
-    port: int
+    device: Device
+    port: Port
     gid: Gid
-    lid: int
 
 
 def find(sys: str = _SYS) -> list[Device]:
@@ -214,16 +213,12 @@ def choose(
     address = ipaddress.ip_address(local.partition("%")[0])
     if isinstance(address, ipaddress.IPv6Address) and address.ipv4_mapped:
         address = address.ipv4_mapped
-    found = [
-        ((each.is_soft, gid.kind == "RoCE v1"), Route(each.name, port.number, gid, port.lid))
-        for each, port, gid in entries(devices, device, gid_index)
-        if _leads_to(each, port, gid, address)
-    ]
+    found = [route for route in entries(devices, device, gid_index) if _leads_to(route, address)]
     if not found:
         looked = "" if gid_index is None else f" at index {gid_index}"
         names = ", ".join(each.name for each in usable_of(devices, device)) or "no usable device"
         raise OSError(errno.ENODEV, f"no GID{looked} for this host's address {local} on {names}")
-    return min(found, key=lambda pair: pair[0])[1]
+    return min(found, key=lambda route: (route.device.is_soft, route.gid.kind == "RoCE v1"))
 
 
 def local_address(peer: str) -> str:
@@ -240,21 +235,19 @@ def usable_of(devices: list[Device], wanted: str | None) -> list[Device]:
     return [each for each in devices if not each.obstacle and (not names or each.name in names)]
 
 
-def entries(
-    devices: list[Device], wanted: str | None, gid_index: int | None
-) -> Iterator[tuple[Device, Port, Gid]]:
+def entries(devices: list[Device], wanted: str | None, gid_index: int | None) -> Iterator[Route]:
     """Yield the GIDs of active ports of usable devices: those with the index, if there is one, or else all
     of Ethernet and the first of InfiniBand."""
     for device in usable_of(devices, wanted):
         for port in device.ports:
             index = 0 if gid_index is None and port.link_layer != "Ethernet" else gid_index
             if port.state == "ACTIVE":
-                yield from ((device, port, gid) for gid in port.gids if index in (None, gid.number))
+                gids = (gid for gid in port.gids if index in (None, gid.number))
+                yield from (Route(device, port, gid) for gid in gids)
 
 
-def _leads_to(
-    device: Device, port: Port, gid: Gid, address: ipaddress.IPv4Address | ipaddress.IPv6Address
-) -> bool:
+def _leads_to(route: Route, address: networks.Address) -> bool:
+    device, port, gid = route
     if port.link_layer == "Ethernet":
         return gid.address == address
     own = networks.own_addresses().get(address)

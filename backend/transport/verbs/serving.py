@@ -69,17 +69,23 @@ class Arrival(_Operation):
         incoming: Incoming | None,
     ) -> None:
         super().__init__(pair, held, right)
-        self.extent = asked.extent
-        self.target = asked.target
-        self.piece = asked.piece
+        self.asked = asked
         done = 0 if incoming is not None else asked.length
         self.growth = Growth(asked.length, done, held.lend)
         self.incoming = incoming
         self.onward = trio.CancelScope()
         self.handed_on = trio.Event()
         self.onward_error: OSError | None = None
+        self.is_over = False
         if not asked.target.chain:
             self.handed_on.set()
+
+    def end(self) -> None:
+        """End handing it on, too. The file is closed when both have ended."""
+        self.is_over = True
+        self.onward.cancel()
+        if self.handed_on.is_set():
+            self.held.close()
 
 
 class VerbsServing(Serving):
@@ -160,7 +166,7 @@ class Responder(Connection):
     def give_up(self, content: int) -> None:
         """Drop what has arrived of this content: nobody needs it any more."""
         for handle, operation in list(self._operations.items()):
-            if isinstance(operation, Arrival) and operation.extent.content == content:
+            if isinstance(operation, Arrival) and operation.asked.extent.content == content:
                 self._drop(handle, "the content was given up")
 
     # -- queue pairs -----------------------------------------------------------------------------
@@ -245,13 +251,12 @@ class Responder(Connection):
             # A sealed extent never changes: end the right to write first.
             arrival.take_back()
             if arrival.incoming is not None:
-                await self._host.service.seal(arrival.extent, arrival.incoming)
+                await self._host.service.seal(arrival.asked.extent, arrival.incoming)
             await arrival.handed_on.wait()
             if arrival.onward_error is not None:
                 raise arrival.onward_error
         finally:
-            arrival.onward.cancel()
-            self._leave(arrival)
+            arrival.end()
         return Done()
 
     # -- coming in -------------------------------------------------------------------------------
@@ -270,7 +275,7 @@ class Responder(Connection):
         arrival = self._operations.get(handle)
         if isinstance(arrival, Arrival):
             before = arrival.growth.done
-            arrival.growth.advance(arrival.piece)
+            arrival.growth.advance(arrival.asked.piece)
             self._host.counters.received_bytes += arrival.growth.done - before
 
     def _drop(self, handle: int, why: str) -> None:
@@ -280,30 +285,28 @@ class Responder(Connection):
         operation.take_back()
         if isinstance(operation, Arrival):
             operation.growth.give_up(OSError(messages.NOT_BY_VERBS, why))
-            operation.onward.cancel()
-            self._leave(operation)
+            operation.end()
         else:
             operation.held.close()
 
-    def _leave(self, arrival: Arrival) -> None:
-        if arrival.handed_on.is_set():
-            arrival.held.close()
-        else:
-            self._nursery.start_soon(_close_after, arrival)
-
     async def _hand_on(self, arrival: Arrival) -> None:
-        node, target = arrival.target.onward()
+        node, target = arrival.asked.target.onward()
         held, length = arrival.held, arrival.growth.length
         try:
             with arrival.onward:
                 await self._host.device(node).write(
-                    arrival.extent, target, FileRange(held.fd, 0, length), growth=arrival.growth
+                    arrival.asked.extent,
+                    target,
+                    FileRange(held.fd, 0, length),
+                    growth=arrival.growth,
                 )
                 self._host.counters.sent_bytes += length
         except OSError as error:
             arrival.onward_error = error
         finally:
             arrival.handed_on.set()
+            if arrival.is_over:
+                held.close()
 
     # -- rights ----------------------------------------------------------------------------------
 
@@ -318,21 +321,18 @@ class Responder(Connection):
             text = f"{size} bytes cannot be registered: {error.strerror}"
             log.info("%s", text)
             raise OSError(messages.NOT_BY_VERBS, text) from None
-        try:
-            if pair.failure:
-                raise Broken(pair.failure)
-            window = await pair.grant(region, start, length, writes)
-            if pair.failure:
-                window.close()
-                raise Broken(pair.failure)
-        except BaseException as error:
-            regions.release(region, keep=held.is_own)
-            if isinstance(error, (Broken, OSError)):
-                code = (
-                    messages.NO_QUEUE_PAIR if isinstance(error, Broken) else messages.NOT_BY_VERBS
-                )
-                raise OSError(code, str(error)) from None
-            raise
+        with if_it_fails(lambda: regions.release(region, keep=held.is_own)):
+            try:
+                if pair.failure:
+                    raise Broken(pair.failure)
+                window = await pair.grant(region, start, length, writes)
+                if pair.failure:
+                    window.close()
+                    raise Broken(pair.failure)
+            except Broken as error:
+                raise OSError(messages.NO_QUEUE_PAIR, str(error)) from None
+            except OSError as error:
+                raise OSError(messages.NOT_BY_VERBS, str(error)) from None
         return region, window
 
     def _pair(self, number: int) -> QueuePair:
@@ -357,9 +357,3 @@ class Responder(Connection):
                     self._drop(handle, "it took too long")
         if self._pairs.get(number) is pair:
             self.detach(pair.failure, number)
-
-
-async def _close_after(arrival: Arrival) -> None:
-    with trio.CancelScope(shield=True):
-        await arrival.handed_on.wait()
-    arrival.held.close()

@@ -83,14 +83,9 @@ class Lanes:
         return any(lane.is_usable for lane in self._lanes)
 
     @property
-    def mbit_s(self) -> int:
-        """Return the Mbit/s of all pairs of rails in use."""
-        return sum({lane.name: lane.mbit_s for lane in self._lanes if lane.is_usable}.values())
-
-    @property
-    def usable(self) -> list[str]:
-        """Return the pairs of rails in use."""
-        return list(dict.fromkeys(lane.name for lane in self._lanes if lane.is_usable))
+    def usable(self) -> dict[str, int]:
+        """Return the pairs of rails in use, and the Mbit/s of each."""
+        return {lane.name: lane.mbit_s for lane in self._lanes if lane.is_usable}
 
     async def ready(self) -> None:
         """Wait until there is a queue pair, or until the first attempt to set them up has failed."""
@@ -109,9 +104,9 @@ class Lanes:
 
     def shares(self, length: int) -> list[tuple[int, int]]:
         """Return the starts and lengths of the ranges of a READ: one for each rail, by its speed."""
-        speeds = {lane.name: lane.mbit_s for lane in self._lanes if lane.is_usable}
+        speeds = sorted(self.usable.values(), reverse=True)
         count = max(1, min(len(speeds), length // SHARE_BYTES_MIN))
-        chosen = sorted(speeds.values(), reverse=True)[:count]
+        chosen = speeds[:count]
         shares: list[tuple[int, int]] = []
         at = 0
         for number, speed in enumerate(chosen):
@@ -270,8 +265,8 @@ class VerbsWay(Way):
         return record is None or self.name in record.transports
 
     async def reach(self) -> int | None:
-        lanes = await self._connected()
-        return lanes.mbit_s if lanes.is_usable else None
+        usable = (await self._connected()).usable
+        return sum(usable.values()) if usable else None
 
     async def read(self, extent: Extent, start: int, into: FileRange, landed: Landed) -> None:
         async def read_part(at: int, count: int) -> None:
