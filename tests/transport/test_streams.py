@@ -6,11 +6,12 @@ import socket
 import threading
 import time
 from collections.abc import Callable, Iterator
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import pytest
 import trio
 import trio.testing
+from harness.errors import fails_with
 
 from irdmafs.backend.transport.tcp.authentication import Authentication
 from irdmafs.backend.transport.tcp.channel import Channel
@@ -186,3 +187,21 @@ async def test_who_is_cancelled_stops_the_works_and_waits_for_them(places: int |
     # The second one has no place before the first one has ended.
     assert sorted(ended) == ["one", "other"][: places or 2]
     assert limit is None or limit.value == places
+
+
+async def test_thread_that_cannot_be_started_is_an_error_and_keeps_no_place(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    stopped, ended, places = threading.Event(), list[str](), trio.Semaphore(2)
+    begin, begun = trio.lowlevel.start_thread_soon, list[object]()
+
+    def begin_one(*arguments: Any) -> None:
+        if begun:
+            raise RuntimeError("can't start new thread")
+        begun.append(begin(*arguments))
+
+    monkeypatch.setattr(trio.lowlevel, "start_thread_soon", begin_one)
+    with fails_with(errno.EAGAIN):
+        works = [until(stopped, ended, name) for name in ("one", "other")]
+        await in_threads(works, stopped.set, places)
+    assert (ended, places.value) == (["one"], 2)

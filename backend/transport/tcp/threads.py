@@ -1,6 +1,7 @@
 """Threads that work on data connections, and the event loop that waits for them."""
 
 import contextvars
+import errno
 import threading
 import time
 from collections.abc import Awaitable, Callable, Sequence
@@ -62,10 +63,18 @@ class _Running:
     def start(self, work: Callable[[], Any]) -> None:
         token = self._token
         self.left += 1
-        trio.lowlevel.start_thread_soon(
-            partial(contextvars.copy_context().run, work),
-            lambda outcome: token.run_sync_soon(self._end, outcome),
-        )
+        try:
+            trio.lowlevel.start_thread_soon(
+                partial(contextvars.copy_context().run, work),
+                lambda outcome: token.run_sync_soon(self._end, outcome.unwrap),
+            )
+        except RuntimeError as error:
+            why = str(error)
+
+            def refuse() -> None:
+                raise OSError(errno.EAGAIN, why)
+
+            self._end(refuse)
 
     def ended(self) -> Awaitable[None]:
         """Return what waits until those that are left have ended. When it `is_cancelled`, they are stopped,
@@ -79,12 +88,12 @@ class _Running:
         self._waiting = trio.lowlevel.current_task()
         return trio.lowlevel.wait_task_rescheduled(abort)
 
-    def _end(self, outcome: Any) -> None:
+    def _end(self, result: Callable[[], Any]) -> None:
         self.left -= 1
         if self._places is not None:
             self._places.release()
         try:
-            self.results.append(outcome.unwrap())
+            self.results.append(result())
         except BaseException as error:
             self.errors.append(error)
             if self.left:
