@@ -10,14 +10,14 @@ from pathlib import Path
 import pytest
 import trio
 from harness.clusters import Cluster, ClusterMount, counters
-from harness.rdma import need_address, registered
+from harness.rdma import registered
 from harness.transport_nodes import Node, Yes, serving
 from harness.transport_place import MiB, mounted
+from harness.verbs_place import need_rail, only_path
 
 from irdmafs.backend.node.files import Files, Held, Incoming
 from irdmafs.backend.transport import Extent, FileRange, Target
 from irdmafs.backend.transport.peers import Peers
-from irdmafs.backend.transport.verbs import devices
 from irdmafs.backend.transport.verbs import way as way_module
 from irdmafs.backend.transport.verbs.messages import Expose, Exposed, Release, Reserve
 from irdmafs.backend.transport.verbs.path import Path as VerbsPath
@@ -146,8 +146,7 @@ class Nodes:
 @asynccontextmanager
 async def with_nodes(memory: Path) -> AsyncIterator[Nodes]:
     async with AsyncExitStack() as stack:
-        address = need_address()
-        device = devices.choose(devices.find(), address).device.name
+        address, device = need_rail()
         rdma = stack.enter_context(Rdma(Choice(device=device)))
         served: list[Node] = []
         gone: set[int] = set()
@@ -199,15 +198,6 @@ async def test_what_a_node_has_sent_over_tcp_is_not_used_again(memory: Path, mov
         assert nodes.reused == [0, 1]
 
 
-async def path_to_first(nodes: Nodes) -> VerbsPath:
-    way = nodes.verbs.device(1).way(VerbsWay)
-    assert await way.reach() is not None
-    assert way.lanes is not None
-    (lane,) = way.lanes._lanes
-    assert lane.path is not None
-    return lane.path
-
-
 async def path_to_first_again(nodes: Nodes) -> None:
     while await nodes.verbs.device(1).way(VerbsWay).reach() is None:
         await trio.sleep(0.05)
@@ -225,7 +215,7 @@ async def test_who_has_a_window_reads_what_was_there_when_the_version_is_superse
 ) -> None:
     async with with_nodes(memory) as nodes:
         data = await nodes.write(1)
-        path = await path_to_first(nodes)
+        path = await only_path(nodes.verbs)
         exposed = await path._ask(Expose(Extent(1, 0), 0, MiB))
         nodes.free(1)
         await nodes.write(2)
@@ -244,7 +234,7 @@ async def test_what_a_peer_was_given_ends_with_its_session(
     monkeypatch.setattr(way_module, "RETRY_S", 0.1)
     async with with_nodes(memory) as nodes:
         data = await nodes.write(1)
-        path = await path_to_first(nodes)
+        path = await only_path(nodes.verbs)
         exposed = await path._ask(Expose(Extent(1, 0), 0, MiB))
         reserved = await path._ask(Reserve(Extent(2, 0), Target(1, 1, ()), MiB, MiB, 0))
         assert reserved.wanted
