@@ -70,15 +70,6 @@ def may(rights: Mapping[Any, Row], role: str, asked: Asked) -> Scope:
     return rights[asked][ROLES.index(role)]
 
 
-def need(rights: Mapping[Any, Row], role: str, asked: Asked) -> Scope:
-    """Return the scope, as `may` does. Raises OSError EACCES if the role has no right."""
-    scope = may(rights, role, asked)
-    if scope is Scope.NONE:
-        name = asked.name if isinstance(asked, enum.IntEnum) else asked.__name__
-        raise denied(f"a {role} may not send {name.lower()} to a store node")
-    return scope
-
-
 def denied(text: str) -> PermissionError:
     """Return the error EACCES of a peer that has no right to what it asks for."""
     return PermissionError(errno.EACCES, text)

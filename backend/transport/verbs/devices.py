@@ -23,7 +23,6 @@ _GIDS_MAX = 1024
 # How many empty entries end the search: the kernel fills the first free one of about a thousand, and
 # reading each costs system calls.
 _EMPTY_GIDS_MAX = 32
-_GIDS_SHOWN = 8
 _ZERO_GID = bytes(16)
 _DATAGRAM_PORT = 9
 _REMEDY_MEMLOCK = (
@@ -112,27 +111,6 @@ def find(sys: str = _SYS) -> list[Device]:
     except OSError:
         return []
     return [_device(Path(sys, name)) for name in names]
-
-
-def describe(device: Device) -> str:
-    """Return one line: the kind of a device, its place in the machine, its ports and their GIDs."""
-    where = f" at {device.pci}" if device.pci else ""
-    node = f", NUMA node {device.numa}" if device.numa >= 0 else ""
-    if not is_near(device):
-        node += ", far from this process"
-    ports = []
-    for port in device.ports:
-        gids = ", ".join(_described(port, gid) for gid in port.gids[:_GIDS_SHOWN])
-        more = len(port.gids) - _GIDS_SHOWN
-        text = f"port {port.number} {port.state}, GIDs {gids or 'none'}"
-        ports.append(f"{text} and {more} more" if more > 0 else text)
-    return f"{device.name} ({device.kind}{where}{node}): {'; '.join(ports) or 'no port'}"
-
-
-def _described(port: Port, gid: Gid) -> str:
-    value = gid.address if port.link_layer == "Ethernet" else ipaddress.IPv6Address(gid.value)
-    netdev = f" on {gid.netdev}" if gid.netdev else ""
-    return f"[{gid.number}] {value} {gid.kind}{netdev}"
 
 
 def explain(

@@ -87,7 +87,9 @@ class Staging:
             if size < _BYTES_MIN:
                 text = f"no more than {limit_bytes} bytes may be registered"
                 raise OSError(errno.ENOMEM, text)
-            region = self._memory = await self._register(size)
+            with open(os.memfd_create("irdmafs-staging", os.MFD_CLOEXEC), "wb") as file:
+                file.truncate(size)
+                region = self._memory = await self._regions.acquire(file.fileno(), size)
         except OSError as error:
             self._why = f"{size} bytes cannot be registered: {error.strerror}"
             self._after = time.monotonic() + _PAUSE_S
@@ -100,15 +102,6 @@ class Staging:
         ]
         for slot in self.slots:
             self._give_back(slot)
-
-    async def _register(self, size: int) -> Region:
-        """Return new memory, registered. Raises OSError."""
-        fd = os.memfd_create("irdmafs-staging", os.MFD_CLOEXEC)
-        try:
-            os.ftruncate(fd, size)
-            return await self._regions.acquire(fd, size)
-        finally:
-            os.close(fd)
 
     def close(self) -> None:
         """Give the memory back; no transfer may be under way."""
