@@ -13,6 +13,7 @@ import bisect
 import errno
 import math
 import os
+import queue
 import threading
 import time
 from collections.abc import Awaitable, Callable
@@ -53,25 +54,19 @@ class Onward:
     def __init__(self, header: Header) -> None:
         self.node, target = header.target.onward()
         self._header = header._replace(target=target)
-        self._changed = threading.Condition()
-        self._fd = -1
-        self._offered = 0
-        self._is_given_up = False
+        # The file, and how many more bytes are in it; at the end 0.
+        self._offers: queue.SimpleQueue[tuple[int, int]] = queue.SimpleQueue()
         self.sent = Promise()
         self.sent_bytes = 0
 
     def offer(self, fd: int, count: int) -> None:
         """Note that `count` more bytes are in the file, which stays open until `send` has returned."""
-        with self._changed:
-            self._fd = fd
-            self._offered += count
-            self._changed.notify()
+        if count:
+            self._offers.put((fd, count))
 
     def give_up(self) -> None:
         """Note that no more bytes will be received; `send` ends soon."""
-        with self._changed:
-            self._is_given_up = True
-            self._changed.notify()
+        self._offers.put((-1, 0))
 
     def send(self, channel: Channel) -> None:
         """Send the bytes that are offered, until the next node has acknowledged or failed. Raises its
@@ -84,25 +79,22 @@ class Onward:
     def _send(self, channel: Channel) -> Reply:
         channel.clean = False
         channel.say(self._header)
+        fd, offered = -1, 0
         for start, length in self._header.ranges:
             end = start + length
             while start < end:
-                count = min(self._wait_for_more(), end - start)
-                reply = send_range(channel, self._fd, start, count)
+                if not offered:
+                    fd, offered = self._offers.get()
+                    if not offered:
+                        raise Lost("the sender is gone")
+                count = min(offered, end - start)
+                reply = send_range(channel, fd, start, count)
                 if reply is not None:
                     return reply
                 self.sent_bytes += count
                 start += count
+                offered -= count
         return end_sending(channel)
-
-    def _wait_for_more(self) -> int:
-        """Return how many bytes were offered and not sent yet. Raises Lost."""
-        with self._changed:
-            while self._offered == self.sent_bytes and not self._is_given_up:
-                self._changed.wait()
-            if self._is_given_up:
-                raise Lost("the sender is gone")
-            return self._offered - self.sent_bytes
 
 
 class Receiving:
