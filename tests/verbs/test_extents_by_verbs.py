@@ -33,7 +33,7 @@ from irdmafs.backend.transport import Extent, Fenced, FileRange, Target
 from irdmafs.backend.transport.device import Growth
 from irdmafs.backend.transport.verbs import path as path_module
 from irdmafs.backend.transport.verbs import way as way_module
-from irdmafs.backend.transport.verbs.messages import Reserve
+from irdmafs.backend.transport.verbs.messages import Exposed, Reserve
 from irdmafs.backend.transport.verbs.queue import Broken, Piece, QueuePair
 from irdmafs.backend.transport.verbs.rdma import Adapter, Choice, Rdma
 
@@ -263,7 +263,9 @@ async def test_a_writer_that_dies_leaves_nothing_on_the_node(memory: Path) -> No
         service = cluster.service(1)
         async with mounted(memory, timeout_s=TIMEOUT_S, rdma=cluster.rdma) as dying:
             path = await only_path(dying)
-            exposed = await path._ask(Reserve(Extent(1, 0), Target(1, 1, ()), 8 * MiB, MiB, 0))
+            exposed = await path.control.ask(
+                Reserve(Extent(1, 0), Target(1, 1, ()), 8 * MiB, MiB, 0), Exposed
+            )
             assert exposed.wanted
             assert service.leftovers
         await until(lambda: not service.leftovers)

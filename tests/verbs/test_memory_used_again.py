@@ -216,7 +216,7 @@ async def test_who_has_a_window_reads_what_was_there_when_the_version_is_superse
     async with with_nodes(memory) as nodes:
         data = await nodes.write(1)
         path = await only_path(nodes.verbs)
-        exposed = await path._ask(Expose(Extent(1, 0), 0, MiB))
+        exposed = await path.control.ask(Expose(Extent(1, 0), 0, MiB), Exposed)
         nodes.free(1)
         await nodes.write(2)
         assert nodes.reused == [0, 1]
@@ -235,8 +235,10 @@ async def test_what_a_peer_was_given_ends_with_its_session(
     async with with_nodes(memory) as nodes:
         data = await nodes.write(1)
         path = await only_path(nodes.verbs)
-        exposed = await path._ask(Expose(Extent(1, 0), 0, MiB))
-        reserved = await path._ask(Reserve(Extent(2, 0), Target(1, 1, ()), MiB, MiB, 0))
+        exposed = await path.control.ask(Expose(Extent(1, 0), 0, MiB), Exposed)
+        reserved = await path.control.ask(
+            Reserve(Extent(2, 0), Target(1, 1, ()), MiB, MiB, 0), Exposed
+        )
         assert reserved.wanted
         (listener, _) = nodes.listeners
         listener.end_rights(SESSION + 1)

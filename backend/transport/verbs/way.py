@@ -17,8 +17,8 @@ from .. import Extent, FileRange, Landed, Memory, landed_from
 from ..caller import ControlClient
 from ..device import NotThisWay, Sending, Transfer, Way
 from ..link import Link
-from .messages import QUEUE_PAIRS_MAX, Rail, Rails, RailsFound
-from .path import Path, ask, open_path
+from .messages import NO_QUEUE_PAIR, NOT_BY_VERBS, QUEUE_PAIRS_MAX, Rail, Rails, RailsFound
+from .path import Path, open_path
 from .rails import OwnRail, name_of
 from .rails import pair as paired
 from .rdma import Rdma
@@ -151,8 +151,8 @@ class Lanes:
         """Set up queue pairs between all rails that reach each other."""
         try:
             own = self._rdma.rails(self.control.ends.here)
-            answer = await ask(self.control, Rails(), RailsFound)
-        except (OSError, NotThisWay) as error:
+            answer = await self.control.ask(Rails(), RailsFound)
+        except OSError as error:
             self._cannot(_text(error))
             return
         each = self._rdma.choice.queue_pairs
@@ -313,15 +313,20 @@ class VerbsWay(Way):
             lane.bytes_under_way += length
             try:
                 await move(path)
-            except NotThisWay as error:
-                if not path.pair.failure:
+            except (OSError, NotThisWay) as error:
+                code = error.errno if isinstance(error, OSError) else NOT_BY_VERBS
+                why = _text(error)
+                if code == NO_QUEUE_PAIR:
+                    path.pair.fail(f"the node gave it up: {why}")
+                elif code != NOT_BY_VERBS:
                     raise
-                why = str(error)
-                counters.reroutes += 1
-                await lanes.lose(lane, path)
             else:
                 counters.rails[lane.mine.rail.name] += length
                 return
             finally:
                 lane.bytes_under_way -= length
+            if not path.pair.failure:
+                break
+            counters.reroutes += 1
+            await lanes.lose(lane, path)
         raise NotThisWay(why)
