@@ -69,11 +69,6 @@ class Caller:
     timeout_s: float = 5.0
     counters: Counters = field(default_factory=Counters)
 
-    def hello(self, node: int) -> messages.Hello:
-        return messages.Hello(
-            messages.VERSION, self.role, self.name, self.session(), node, self.session_key
-        )
-
 
 class Ends(NamedTuple):
     """The addresses of a control connection. `there` is the peer's, from the kernel, `record` the node's

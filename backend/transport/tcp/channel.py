@@ -264,10 +264,8 @@ class AuthenticatedChannel(Channel):
     """A channel with a code after all bytes of a request: they are sent from a buffer, so that the code is
     of the bytes that were sent, even if the file changes meanwhile."""
 
-    def __init__(self, sock: socket.socket, timeout_s: float, *, listens: bool) -> None:
-        super().__init__(sock, timeout_s, listens=listens)
-        self._sending: ByteCode | None = None
-        self._receiving: ByteCode | None = None
+    _sending: ByteCode | None = None
+    _receiving: ByteCode | None = None
 
     def send_file(self, fd: int, offset: int, count: int, passed: Landed = nothing_landed) -> int:
         if self._sending is None:
