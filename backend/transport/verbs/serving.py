@@ -129,13 +129,15 @@ class Responder(Connection):
         self._operations: dict[int, _Operation] = {}
 
     async def answer(self, request: Request) -> Answer | Lasting:
-        match request:
-            case messages.Attach():
-                return messages.Attached(self._attach(request))
-            case messages.Rails():
-                return messages.RailsFound(self._rails())
-            case messages.Expose():
-                return await self._expose(request)
+        if isinstance(request, messages.Attach | messages.Rails):
+            try:
+                if isinstance(request, messages.Attach):
+                    return messages.Attached(self._attach(request))
+                return messages.RailsFound([own.rail for own in self._rdma.rails(self._local)])
+            except OSError as error:
+                raise OSError(messages.NOT_BY_VERBS, str(error.strerror)) from error
+        if isinstance(request, messages.Expose):
+            return await self._expose(request)
         assert isinstance(request, messages.Reserve)
         first = await self._reserve(request)
         return Lasting(first, request.sealed, partial(self._seal, first.handle))
@@ -171,36 +173,19 @@ class Responder(Connection):
 
     # -- queue pairs -----------------------------------------------------------------------------
 
-    def _rails(self) -> list[messages.Rail]:
-        """Return the rails of this node. Raises OSError NOT_BY_VERBS."""
-        try:
-            return [own.rail for own in self._usable().rails(self._local)]
-        except OSError as error:
-            raise OSError(messages.NOT_BY_VERBS, str(error.strerror)) from error
-
     def _attach(self, asked: messages.Attach) -> messages.QueueEnd:
-        """Set up a queue pair with the peer's, and return this end. Raises OSError NOT_BY_VERBS."""
+        """Set up a queue pair with the peer's, and return this end. Raises OSError."""
         self.detach("the peer set another queue pair up", asked.pair)
         if self._host.is_gone(self.peer):
-            raise OSError(messages.NOT_BY_VERBS, SESSION_OVER)
-        try:
-            rdma = self._usable()
-            route = rdma.rail(self._local, asked.rail, asked.gid).route
-            pair = rdma.open(route).queue_pair(route.gid, self._arrived)
-            with if_it_fails(pair.close):
-                pair.connect(asked.end, self._host.timeout_s)
-        except OSError as error:
-            raise OSError(messages.NOT_BY_VERBS, str(error.strerror)) from error
+            raise OSError(errno.ENOTCONN, SESSION_OVER)
+        route = self._rdma.rail(self._local, asked.rail, asked.gid).route
+        pair = self._rdma.open(route).queue_pair(route.gid, self._arrived)
+        with if_it_fails(pair.close):
+            pair.connect(asked.end, self._host.timeout_s)
         self._pairs[asked.pair] = pair
         self._nursery.start_soon(pair.run)
         self._nursery.start_soon(self._watch, asked.pair, pair)
         return pair.end()
-
-    def _usable(self) -> Rdma:
-        """Return the adapters. Raises OSError NOT_BY_VERBS if verbs are not used here."""
-        if not self._rdma.is_usable:
-            raise OSError(messages.NOT_BY_VERBS, self._rdma.why_not)
-        return self._rdma
 
     # -- reading and writing ---------------------------------------------------------------------
 
