@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import trio
+import trio.testing
 from harness.clusters import Cluster as WholeCluster
 from harness.clusters import counters
 from harness.errors import fails_with
@@ -21,6 +22,7 @@ from harness.transport_nodes import NodeProcess
 from harness.transport_place import (
     KiB,
     MiB,
+    Place,
     mounted,
     random_bytes,
     read_a_part,
@@ -33,6 +35,7 @@ from irdmafs.backend.transport import Extent, Fenced, FileRange, Target
 from irdmafs.backend.transport.device import Growth
 from irdmafs.backend.transport.verbs import path as path_module
 from irdmafs.backend.transport.verbs import way as way_module
+from irdmafs.backend.transport.verbs.library import Library
 from irdmafs.backend.transport.verbs.messages import Exposed, Reserve
 from irdmafs.backend.transport.verbs.queue import Broken, Piece, QueuePair
 from irdmafs.backend.transport.verbs.rdma import Adapter, Choice, Rdma
@@ -128,12 +131,12 @@ async def test_what_is_handed_on_is_registered_as_what_comes_in_is(memory: Path)
 async def test_errors_of_a_node_are_told_as_over_tcp(memory: Path) -> None:
     async with on_adapter(memory, 1) as cluster:
         device = cluster.peers.device(1)
-        source = cluster.file("source", bytes(MiB))
         with pytest.raises(FileNotFoundError):
-            await device.read(Extent(1, 0), 0, FileRange(source, 0, MiB))
-        await device.write(Extent(1, 0), Target(1, 1, ()), FileRange(source, 0, MiB))
+            await cluster.read(1, Extent(1, 0), 0, MiB)
+        await cluster.write(Extent(1, 0), bytes(MiB))
         with fails_with(errno.EINVAL):
-            await device.read(Extent(1, 0), 1, FileRange(source, 0, MiB))
+            await cluster.read(1, Extent(1, 0), 1, MiB)
+        source = cluster.file("source", bytes(MiB))
         cluster.service(1).newest_config = 5
         with pytest.raises(Fenced) as fenced:
             await device.write(Extent(2, 0), Target(9, 4, ()), FileRange(source, 0, MiB))
@@ -219,12 +222,7 @@ async def test_a_node_that_may_not_lock_memory_is_written_to_over_tcp(memory: Pa
     with NodeProcess(memory, 1, need_address(), timeout_s=TIMEOUT_S, rdma=True, prefix=prefix):
         with Rdma(Choice()) as rdma:
             async with mounted(memory, timeout_s=TIMEOUT_S, rdma=rdma) as peers:
-                source = os.open(memory / "source", os.O_RDWR | os.O_CREAT)
-                os.write(source, data)
-                await peers.device(1).write(
-                    Extent(1, 0), Target(1, 1, ()), FileRange(source, 0, MiB)
-                )
-                os.close(source)
+                await Place(memory, peers, {}).write(Extent(1, 0), data)
                 assert peers.counters.moved_bytes["verbs"] == 0
         assert (memory / "1" / "1.0").read_bytes() == data
 
@@ -418,3 +416,45 @@ async def test_everything_that_waits_is_told_why_a_queue_pair_failed(
             for _ in range(2):
                 with pytest.raises(Broken, match="REM_"):
                     await ends.here.write([piece] * 200)
+
+
+class Gone:
+    """An object of a device that is gone: that it cannot be closed is all that is told."""
+
+    def __init__(self, made: Any, library: Library) -> None:
+        self._made = made
+        self._library = library
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._made, name)
+
+    def close(self) -> None:
+        self._made.close()
+        raise self._library.errors._kind("Failed to destroy it")
+
+
+async def test_a_queue_pair_of_a_device_that_is_gone_ends_whatever_waits_for_it(
+    two_files: tuple[int, int],
+) -> None:
+    async with with_ends() as ends:
+        library, regions = ends.adapter.library, ends.adapter.regions
+        async with (
+            registered(regions, two_files[0]) as mine,
+            registered(regions, two_files[1]) as yours,
+        ):
+            window = await ends.there.grant(yours, 0, MiB, writable=True)
+            piece = Piece(mine.address(0), MiB, mine.key, window.address, window.key)
+            window._handle = Gone(window._handle, library)
+            ends.there._pair = Gone(ends.there._pair, library)
+            ends.here._pair = Gone(ends.here._pair, library)
+            async with trio.open_nursery() as nursery:
+
+                async def write() -> None:
+                    with pytest.raises(Broken):
+                        await ends.here.write([piece] * 64)
+
+                nursery.start_soon(write)
+                await trio.testing.wait_all_tasks_blocked()
+                ends.here.close()
+                ends.there.close()
+            assert not ends.there.windows

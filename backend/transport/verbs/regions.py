@@ -263,8 +263,7 @@ class Regions:
         if not others:
             del self._of_file[region.file]
         self.pinned_bytes -= region.length
-        with self._library.errors:
-            region.registration.close()
+        self._library.close(region.registration)
         region.close()
 
 
@@ -296,9 +295,8 @@ class OpenedPort:
 
     def __exit__(self, *_: object) -> None:
         self.regions.close()
-        with self.library.errors:
-            self.pd.close()
-            self.context.close()
+        self.library.close(self.pd)
+        self.library.close(self.context)
 
 
 def _map(fd: int, offset: int, length: int, writable: bool) -> int:
