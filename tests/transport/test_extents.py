@@ -464,11 +464,7 @@ async def test_a_node_is_found_again_where_it_restarts(memory: Path) -> None:
         for number in range(3):
             with NodeProcess(memory, 1):
                 await peers.device(1).put(Extent(number, 0), Target(1, 1, ()), b"data")
-                source = full_file(memory / "source", 20 * MiB)
-                await peers.device(1).write(
-                    Extent(number, 1), Target(1, 1, ()), FileRange(source, 0, 20 * MiB)
-                )
-                os.close(source)
+                await Place(memory, peers, {}).write(Extent(number, 1), bytes(20 * MiB))
             with pytest.raises(Unreachable):
                 await peers.ping(1)
 

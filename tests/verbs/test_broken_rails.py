@@ -20,7 +20,7 @@ from harness.transport_nodes import NodeProcess
 from harness.transport_place import MiB, Place, mounted, until
 from harness.verbs_place import VerbsPlace, by_verbs, lanes, when_posted
 
-from irdmafs.backend.transport import Extent, FileRange, Target, Unreachable
+from irdmafs.backend.transport import Extent, Unreachable
 from irdmafs.backend.transport.device import NotThisWay
 from irdmafs.backend.transport.verbs import networks
 from irdmafs.backend.transport.verbs import way as way_module
@@ -312,21 +312,16 @@ def test_a_node_that_is_killed_takes_all_rails_along(
     async def test(node: NodeProcess) -> None:
         with Rdma(Choice()) as rdma:
             async with mounted(memory, timeout_s=TIMEOUT_S, rdma=rdma) as peers:
-                source = os.open(memory / "source", os.O_RDWR | os.O_CREAT)
-                os.write(source, bytes(length))
-                device = peers.device(1)
-                await device.write(Extent(1, 0), Target(1, 1, ()), FileRange(source, 0, length))
+                place = Place(memory, peers, {})
+                await place.write(Extent(1, 0), bytes(length))
                 await lanes(peers, count=2)
                 killed = when_posted(monkeypatch, 1, lambda pair: node.kill())
                 with pytest.raises(Unreachable):
                     if operation == "read":
-                        await device.read(Extent(1, 0), 0, FileRange(source, 0, length))
+                        await place.read(1, Extent(1, 0), 0, length)
                     else:
-                        await device.write(
-                            Extent(2, 0), Target(1, 1, ()), FileRange(source, 0, length)
-                        )
+                        await place.write(Extent(2, 0), bytes(length))
                 assert killed.is_set()
-                os.close(source)
                 for adapter in rdma.adapters:
                     users = sum(region.users for region in adapter.regions._regions)
                     assert users == bool(adapter.staging.slots)  # staging uses its own for ever
