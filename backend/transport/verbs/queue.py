@@ -321,11 +321,11 @@ class QueuePair:
             await self._done(batches)
         except trio.Cancelled:
             with trio.CancelScope(shield=True):
-                with trio.move_on_after(FLUSH_S):
+                with trio.move_on_after(FLUSH_S) as limit:
                     await self._done(batches)
-                if not all(batch.done.is_set() for batch in batches):
+                if limit.cancelled_caught:
                     self.fail("a transfer that was given up did not end")
-                await self._done(batches)
+                    await self._done(batches)
             raise
         if not all(batch.succeeded for batch in batches):
             raise Broken(self.failure or "the queue pair was closed")

@@ -62,16 +62,13 @@ class Lane:
 
 
 class Lanes:
-    """The lanes of one control connection; `run` is a task. `told` has the last state logged
-    for each pair of rails, by name; `stages` is as in Path."""
+    """The lanes of one control connection of a way; `run` is a task."""
 
-    def __init__(
-        self, control: ControlClient, rdma: Rdma, told: dict[str, str], stages: bool
-    ) -> None:
+    def __init__(self, way: "VerbsWay", control: ControlClient) -> None:
         self.control = control
-        self._rdma = rdma
-        self._told = told
-        self._stages = stages
+        self._rdma = way.rdma
+        self._told = way.told
+        self._stages = way.shows_bytes
         self._lanes: list[Lane] = []
         self._first = trio.Event()
         self._looking = trio.CancelScope()
@@ -249,14 +246,14 @@ class VerbsWay(Way):
 
     def __init__(self, link: Link, rdma: Rdma, stages: bool) -> None:
         self._link = link
-        self._rdma = rdma
+        self.rdma = rdma
         self.shows_bytes = stages
         self.lanes: Lanes | None = None
         # The last state logged for each pair of rails, by name.
-        self._told: dict[str, str] = {}
+        self.told: dict[str, str] = {}
 
     def suits(self, transfer: Transfer) -> bool:
-        rdma = self._rdma
+        rdma = self.rdma
         if transfer.is_sparse or rdma.why_not:
             return False
         if transfer.length < rdma.choice.threshold_bytes and transfer.memory is not Memory.DEVICE:
@@ -294,7 +291,7 @@ class VerbsWay(Way):
         control = await self._link.connected()
         lanes = self.lanes
         if lanes is None or lanes.control is not control:
-            lanes = self.lanes = Lanes(control, self._rdma, self._told, self.shows_bytes)
+            lanes = self.lanes = Lanes(self, control)
             control.caller.nursery.start_soon(lanes.run)
         await lanes.ready()
         return lanes
