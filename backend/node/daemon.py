@@ -338,9 +338,10 @@ class _Node:
         if not 0 < peer.session <= self._cluster.replica.applied:
             return False
         members = self._cluster.members
-        if peer.role == "node":
+        role = peer.identity.role
+        if role == "node":
             return peer.node not in members.nodes
-        return peer.role in ("mount", "reader") and peer.session not in members.sessions
+        return role in ("mount", "reader") and peer.session not in members.sessions
 
     # -- beginning -------------------------------------------------------------------------------
 

@@ -148,17 +148,18 @@ class Readers:
         self._accounts: defaultdict[int, _Account] = defaultdict(_Account)
 
     async def ask(self, peer: Peer, request: AskEtcd) -> EtcdSaid:
-        if not peer.is_certified or not peer.owner:
+        owner = peer.identity.owner
+        if not owner:
             raise denied("only a certificate makes a reader")
-        asked = checked(request.method, request.body, self._prefix, peer.owner)
+        asked = checked(request.method, request.body, self._prefix, owner)
         if request.method == WATCH.path:
             return await self._watch(peer, asked.message.create_request)
-        account = self._accounts[peer.owner]
+        account = self._accounts[owner]
         await account.pay(asked.cost)
         is_much = request.method == RANGE.path and asked.message.range_end
         async with account.places_for_much if is_much else account.places:
             if asked.grows:
-                self._check_limits(peer.owner, account, asked)
+                self._check_limits(owner, account, asked)
             said = await self._said(Method(request.method, bytes), asked)
             if request.method == TXN.path and asked.grows:
                 await self._count_puts(said)
@@ -222,7 +223,7 @@ class Readers:
                 body = await self._feed.after(create.key, create.range_end, after)
                 if not body:
                     with trio.move_on_after(_HISTORY_S):
-                        body = await self._history(peer.owner, create)
+                        body = await self._history(peer.identity.owner, create)
                 return EtcdSaid(EtcdOutcome.ANSWERED, body)
             return EtcdSaid(EtcdOutcome.ANSWERED)
         finally:

@@ -79,7 +79,8 @@ class NodeService(Service[Incoming]):
             raise OSError(errno.ECANCELED, f"content {content:x}: its writer's session is over")
         if not hmac.compare_digest(record.key_digest, session_digest(peer.session_key)):
             raise denied(f"it does not have the key of session {number}")
-        if peer.is_certified and (record.name, record.role) != (peer.name, peer.role):
+        who = peer.identity
+        if peer.is_certified and (record.name, record.role) != (who.name, who.role):
             raise denied(f"session {number} is of {record.role} {record.name!r}")
         peer.owned = number
 

@@ -69,11 +69,6 @@ class Caller:
     timeout_s: float = 5.0
     counters: Counters = field(default_factory=Counters)
 
-    def hello(self, node: int) -> messages.Hello:
-        return messages.Hello(
-            messages.VERSION, self.role, self.name, self.session(), node, self.session_key
-        )
-
 
 class Ends(NamedTuple):
     """The addresses of a control connection. `there` is the peer's, from the kernel, `record` the node's
@@ -93,8 +88,8 @@ class Expected:
         self._control = control
         self._group = group
         self._event = trio.Event()
-        self._answer: messages.Answer | None = None
-        self._why = ""
+        # The answer, or why there is none.
+        self._outcome: messages.Answer | str = ""
         self.number = control.expect(self)
         # When it was first seen to be late, if it was.
         self.late_since: float | None = None
@@ -105,26 +100,21 @@ class Expected:
     def __exit__(self, *_: object) -> None:
         self._control.waiting.pop(self.number, None)
 
-    def take(self, answer: messages.Answer) -> None:
-        self._answer = answer
-        self._event.set()
-
-    def give_up(self, why: str) -> None:
-        self._why = why
+    def end(self, outcome: messages.Answer | str) -> None:
+        self._outcome = outcome
         self._event.set()
 
     async def answer(self, kind: type[A]) -> A:
         """Return the answer, which is of this kind. Raises OSError: Unreachable, or the node's error."""
         if self._control.is_open and not self._event.is_set():
             await self._event.wait()
-        if self._answer is None:
-            raise Unreachable(self._control.node, self._why or self._control.why)
-        if isinstance(self._answer, messages.Failed):
-            failed = self._answer
-            raise messages.error_of(failed.code, failed.node, failed.text, self._group)
-        if not isinstance(self._answer, kind):
-            raise Unreachable(self._control.node, "its answer makes no sense")
-        return self._answer
+        outcome = self._outcome
+        if isinstance(outcome, kind):
+            return outcome
+        if isinstance(outcome, messages.Failed):
+            raise messages.error_of(outcome.code, outcome.node, outcome.text, self._group)
+        why = outcome if isinstance(outcome, str) else "its answer makes no sense"
+        raise Unreachable(self._control.node, why or self._control.why)
 
 
 class ControlClient:
@@ -163,7 +153,7 @@ class ControlClient:
             self.is_open = False
             self.why = why
             for expected in self.waiting.values():
-                expected.give_up(why)
+                expected.end(why)
             for close in self.closers:
                 close(why)
             self._scope.cancel()
@@ -260,7 +250,7 @@ class ControlClient:
             self.heard += 1
             expected = self.waiting.get(answer.number)
             if expected is not None:
-                expected.take(answer)
+                expected.end(answer)
 
     async def _watch(self) -> None:
         """Ping the node while calls wait for it, and periodically."""
@@ -295,7 +285,7 @@ class ControlClient:
             if expected.late_since is None:
                 expected.late_since = now
             elif now - expected.late_since >= ANSWER_LIMIT_S:
-                expected.give_up(f"it did not answer for {ANSWER_LIMIT_S:g} s")
+                expected.end(f"it did not answer for {ANSWER_LIMIT_S:g} s")
 
     async def _ping(self) -> None:
         if len(self.waiting) <= messages.REQUESTS_AT_ONCE:

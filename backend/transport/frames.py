@@ -2,9 +2,9 @@
 of operations, or one that a mover adds."""
 
 from collections.abc import Iterable, Mapping
-from functools import reduce
+from functools import partial, reduce
 from operator import or_
-from typing import Any, NamedTuple, TypeVar
+from typing import Final, NamedTuple, TypeVar
 
 import msgspec
 import trio
@@ -114,7 +114,8 @@ class MessageSet(NamedTuple):
 
 
 class Codec:
-    """Encodes and decodes the messages of `sets`. Each message has a tag of its own."""
+    """Decodes the messages of `sets`, each of which has a tag of its own: `decode` those to a node,
+    `decode_answer` a node's. They raise BadMessage."""
 
     def __init__(self, sets: Iterable[MessageSet]) -> None:
         every = tuple(sets)
@@ -122,34 +123,11 @@ class Codec:
         for kind, row in self.rights.items():
             if OWN in row and not issubclass(kind, AboutContents):
                 raise TypeError(f"nobody owns what {kind.__name__} is about")
-        self._asked: Decoder[Message] = _decoder(self.rights)
-        self._answers: Decoder[Answer] = _decoder(kind for each in every for kind in each.answers)
-
-    def decode(self, body: bytes) -> Message:
-        """Return a message to a node. Raises BadMessage."""
-        return decoded(self._asked, body)
-
-    def decode_answer(self, body: bytes) -> Answer:
-        """Return a node's answer. Raises BadMessage."""
-        return decoded(self._answers, body)
-
-
-_hello_decoder = Decoder(Hello)
-_welcome_decoder: Decoder[Welcome | Refused] = Decoder(Welcome | Refused)
-
-
-def decode_hello(body: bytes) -> Hello:
-    """Return the first message of a caller. Raises BadMessage."""
-    return decoded(_hello_decoder, body)
-
-
-def decode_welcome(body: bytes) -> Welcome | Refused:
-    """Return the first message of a node. Raises BadMessage."""
-    return decoded(_welcome_decoder, body)
-
-
-def _decoder(kinds: Iterable[Any]) -> Decoder[Any]:
-    return Decoder(reduce(or_, kinds))
+        answers = (kind for each in every for kind in each.answers)
+        asked: Decoder[Message] = Decoder(reduce(or_, self.rights))
+        answered: Decoder[Answer] = Decoder(reduce(or_, answers))
+        self.decode = partial(decoded, asked)
+        self.decode_answer = partial(decoded, answered)
 
 
 def decoded(decoder: Decoder[T], body: bytes) -> T:
@@ -158,3 +136,8 @@ def decoded(decoder: Decoder[T], body: bytes) -> T:
         return decoder.decode(body)
     except (msgspec.MsgspecError, ValueError, RecursionError) as error:
         raise BadMessage(f"not a message of this protocol: {error}") from None
+
+
+# Return the first message of a caller, and of a node. They raise BadMessage.
+decode_hello: Final = partial(decoded, Decoder(Hello))
+decode_welcome: "Final[partial[Welcome | Refused]]" = partial(decoded, Decoder(Welcome | Refused))

@@ -5,6 +5,7 @@ import socket
 import ssl
 import time
 from collections.abc import Callable
+from functools import partial
 
 import trio
 
@@ -14,7 +15,7 @@ from ..unwrap import if_it_fails
 from . import Distrusted, Unreachable
 from .caller import A, Caller, ControlClient, Ends, broken_text
 from .frames import FRAME_BYTES_MAX, BadMessage, Frames, decode_welcome
-from .messages import Refused, Request
+from .messages import VERSION, Hello, Refused, Request
 from .prompt import PromptStream
 
 log = logging.getLogger(__name__)
@@ -61,10 +62,6 @@ class Link:
     async def ask(self, request: Request, kind: type[A]) -> A:
         """Send a request and return its answer of this kind. Raises OSError."""
         return await (await self.connected()).ask(request, kind)
-
-    def _silent(self, why: str) -> None:
-        """Leave a node alone that did not answer in time, so that the next caller need not wait for it."""
-        self._leave_alone(self.caller.timeout_s / 2, why)
 
     def give_up(self, why: str) -> None:
         """End all calls now, and attempts to connect: the node is known to be gone. Once it is registered
@@ -135,7 +132,9 @@ class Link:
         if not why:
             self._setback_s = 0.0
             self._distrusts = False
-            control = ControlClient(self.caller, self.node, frames, ends, self._silent)
+            # A node that does not answer in time is left alone: the next caller need not wait for it.
+            silent = partial(self._leave_alone, timeout_s / 2)
+            control = ControlClient(self.caller, self.node, frames, ends, silent)
             control.start()
             return control
         # A node that took long to be given up must not cost every caller as long again. This process may
@@ -175,7 +174,8 @@ class Link:
     async def _introduce(self, stream: trio.abc.Stream) -> Frames:
         caller = self.caller
         frames = Frames(stream, FRAME_BYTES_MAX)
-        await frames.send(caller.hello(self.node))
+        session, key = caller.session(), caller.session_key
+        await frames.send(Hello(VERSION, caller.role, caller.name, session, self.node, key))
         caller.counters.round_trips += 1
         answer = decode_welcome(await frames.receive())
         if isinstance(answer, Refused):

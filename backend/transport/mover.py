@@ -8,6 +8,8 @@ each control connection.
 A transfer takes the fastest way that suits it and reaches the node (device.py).
 """
 
+import errno
+import logging
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, Protocol
@@ -15,13 +17,16 @@ from typing import Any, NamedTuple, Protocol
 import trio
 
 from ..trust.security import Credentials
+from . import Fenced
 from .device import Device, Way
 from .door import Door, ServerFigures
 from .frames import MessageSet
 from .link import Link
-from .messages import Answer, Message, Request
+from .messages import Answer, Message, Request, failure_of
 from .rights import Peer
 from .service import EtcdForReaders, Service
+
+log = logging.getLogger(__name__)
 
 
 class Lasting(NamedTuple):
@@ -85,6 +90,21 @@ class Host:
     door: Door = field(init=False)
     nursery: trio.Nursery = field(init=False)
     servings: "dict[Mover, Serving]" = field(default_factory=dict)
+
+    def failed(self, peer: Peer, what: str, error: OSError) -> tuple[int, int, str]:
+        """Count and log that a request of a peer failed. Return what `failure_of` does, to be sent."""
+        failure = failure_of(error, self.service.node)
+        self.counters.errors[errno.errorcode.get(failure[0], str(failure[0]))] += 1
+        level = logging.INFO
+        if isinstance(error, PermissionError):
+            self.counters.denied_requests += 1
+            peer.denials += 1
+            # Others of one peer tell nothing new.
+            level = logging.WARNING if peer.denials == 1 else logging.DEBUG
+        elif isinstance(error, (Fenced, FileNotFoundError)):
+            level = logging.DEBUG
+        log.log(level, "%s: %s: %s", peer, what, error.strerror or error)
+        return failure
 
 
 class Mover(Protocol):

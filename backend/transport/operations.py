@@ -152,20 +152,22 @@ async def _both(
 ) -> None:
     """Do something on this node and on the rest of the chain at once. Raises the error of this node, or
     else of one further down."""
-    errors: dict[bool, OSError] = {}
+    errors: list[OSError] = []
 
-    async def attempt(is_here: bool, work: Callable[[], Awaitable[None]]) -> None:
+    async def hand_on() -> None:
         try:
-            await work()
+            await further()
         except OSError as error:
-            errors[is_here] = error
+            errors.append(error)
 
     async with trio.open_nursery() as nursery:
-        nursery.start_soon(attempt, True, here)
-        nursery.start_soon(attempt, False, further)
-    for is_here in (True, False):
-        if is_here in errors:
-            raise errors[is_here]
+        nursery.start_soon(hand_on)
+        try:
+            await here()
+        except OSError as error:
+            errors.insert(0, error)
+    if errors:
+        raise errors[0]
 
 
 def _read(service: Service[Any], extents: list[Extent], limit: int) -> list[bytes | None]:

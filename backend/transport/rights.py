@@ -9,16 +9,14 @@ rights. Each operation has its row in operations.py, each message of a mover bes
 import enum
 import errno
 import hashlib
-import logging
 import secrets
 from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import Enum, auto
 from typing import Any, TypeAlias
 
+from ..trust.security import Identity
 from .messages import Message
-
-log = logging.getLogger(__name__)
 
 
 class Scope(Enum):
@@ -42,31 +40,27 @@ Asked: TypeAlias = type[Message] | enum.IntEnum
 
 @dataclass(eq=False)
 class Peer:
-    """A connected peer. With credentials, `role` and `name` are those of the certificate (`is_certified`).
-    Without, they are what the peer says. `serial` is the certificate's number, which
-    `expires_s` seconds after 1970 ends (0: never). `session` is the number of
-    its session, as it last told, or 0. `session_key` shows that the session is its own. `node` is the id of
-    a store node, as it says, or 0. `owner` is the certificate's number in etcd, 0 without one.
-    """
+    """A connected peer. With credentials, its `identity` is that of the certificate; without, the role and
+    name that the peer says. `session` is the number of its session, as it last told, or 0. `session_key`
+    shows that the session is its own. `node` is the id of a store node, as it says, or 0."""
 
-    role: str
-    name: str
+    identity: Identity
     address: str
     session: int
     node: int = 0
     session_key: bytes = b""
-    is_certified: bool = False
-    serial: str = ""
-    expires_s: int = 0
-    owner: int = 0
     # The session that was last proved to be its own.
     owned: int = 0
     denials: int = 0
     # Requests that wait for changes in etcd.
     watches: int = 0
 
+    @property
+    def is_certified(self) -> bool:
+        return bool(self.identity.serial)
+
     def __str__(self) -> str:
-        return f"{self.role} {self.name!r} at {self.address}"
+        return f"{self.identity.role} {self.identity.name!r} at {self.address}"
 
 
 def may(rights: Mapping[Any, Row], role: str, asked: Asked) -> Scope:
@@ -76,24 +70,9 @@ def may(rights: Mapping[Any, Row], role: str, asked: Asked) -> Scope:
     return rights[asked][ROLES.index(role)]
 
 
-def need(rights: Mapping[Any, Row], role: str, asked: Asked) -> Scope:
-    """Return the scope, as `may` does. Raises OSError EACCES if the role has no right."""
-    scope = may(rights, role, asked)
-    if scope is Scope.NONE:
-        name = asked.name if isinstance(asked, enum.IntEnum) else asked.__name__
-        raise denied(f"a {role} may not send {name.lower()} to a store node")
-    return scope
-
-
 def denied(text: str) -> PermissionError:
     """Return the error EACCES of a peer that has no right to what it asks for."""
     return PermissionError(errno.EACCES, text)
-
-
-def tell_of_denial(peer: Peer, error: PermissionError) -> None:
-    """Log the first request of a peer that it had no right to."""
-    peer.denials += 1
-    log.log(logging.WARNING if peer.denials == 1 else logging.DEBUG, "%s: %s", peer, error.strerror)
 
 
 def make_session_key() -> bytes:

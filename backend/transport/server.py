@@ -8,21 +8,21 @@ import socket
 import time
 from collections.abc import Awaitable, Iterator, Sequence
 from contextlib import AsyncExitStack, ExitStack, closing, contextmanager, suppress
-from typing import Self
+from typing import Self, cast
 
 import trio
 
 from ..observe import logs
-from ..trust.security import Identity
+from ..trust.security import Identity, Role
 from ..unwrap import background
-from . import Fenced, messages
+from . import messages
 from .caller import broken_text
 from .door import Door, begins_with_tls, identity_of, listen
 from .frames import FRAME_BYTES_MAX, HELLO_BYTES_MAX, BadMessage, Codec, Frames, decode_hello
 from .mover import Connection, Host, Lasting, Mover
 from .operations import OPERATIONS, codec_for
 from .prompt import PromptStream, acquire, let_go
-from .rights import ROLES, Peer, Scope, may, tell_of_denial
+from .rights import ROLES, Peer, Scope, may
 from .service import check_right
 
 log = logging.getLogger(__name__)
@@ -90,28 +90,29 @@ class Listener:
                 try:
                     await Control(frames, self._codec, self.host, peer, local).run()
                 except BadMessage as error:
-                    raise BadMessage(f"{peer.role} {peer.name!r}: {error}") from None
+                    raise BadMessage(f"{peer}: {error}") from None
 
     @contextmanager
     def _while_certified(self, peer: Peer) -> Iterator[None]:
         """End the block with BadMessage when the peer's certificate is revoked, or expires."""
-        lasts_s = peer.expires_s - time.time() if peer.expires_s else math.inf
+        serial, expires_s = peer.identity.serial, peer.identity.expires_s
+        lasts_s = expires_s - time.time() if expires_s else math.inf
         with trio.CancelScope(deadline=trio.current_time() + lasts_s) as scope:
             self._connected[scope] = peer
             try:
-                if self.host.is_revoked(peer.serial):
+                if self.host.is_revoked(serial):
                     scope.cancel()
                 yield
             finally:
                 del self._connected[scope]
         if scope.cancelled_caught:
-            why = _REVOKED if self.host.is_revoked(peer.serial) else "its certificate has expired"
+            why = _REVOKED if self.host.is_revoked(serial) else "its certificate has expired"
             raise BadMessage(f"{peer}: {why}")
 
     def cut(self, serial: str) -> None:
         """End all connections, and with them all rights, of peers with the certificate of this number."""
         for scope, peer in self._connected.items():
-            if peer.serial == serial:
+            if peer.identity.serial == serial:
                 scope.cancel()
 
     def end_rights(self, session: int = 0) -> None:
@@ -174,25 +175,12 @@ class Listener:
             await frames.send(messages.Refused(why, for_good=for_good))
             raise BadMessage(why)
         await frames.send(messages.Welcome(messages.VERSION, self.host.service.node))
-        role, name, owner, serial, expires_s = hello.role, hello.name, 0, "", 0
-        if identity is not None:
-            role, name, owner, serial, expires_s, _ = identity
+        who = identity or Identity(cast(Role, hello.role), hello.name[:128])
         node = 0
-        if role == "node":
+        if who.role == "node":
             with suppress(ValueError):
                 node = int(hello.name, 16)
-        return Peer(
-            role,
-            name[:128],
-            address,
-            hello.session,
-            node,
-            session_key=hello.session_key,
-            is_certified=identity is not None,
-            serial=serial,
-            expires_s=expires_s,
-            owner=owner,
-        )
+        return Peer(who, address, hello.session, node, hello.session_key)
 
 
 class Control:
@@ -261,8 +249,9 @@ class Control:
     def _take(self, message: messages.Message) -> None:
         """Take a message that has no answer. Raises BadMessage if the peer has no right to it."""
         kind = type(message)
-        if may(self._codec.rights, self._peer.role, kind) is Scope.NONE:
-            raise BadMessage(f"a {self._peer.role} may not send {kind.__name__}")
+        role = self._peer.identity.role
+        if may(self._codec.rights, role, kind) is Scope.NONE:
+            raise BadMessage(f"a {role} may not send {kind.__name__}")
         if isinstance(message, messages.Renewed):
             self._peer.session = message.session
         else:
@@ -300,21 +289,14 @@ class Control:
         self, request: messages.Request, done: Awaitable[messages.Answer | Lasting]
     ) -> messages.Answer | Lasting:
         """Return the answer, or the error."""
-        here = self._host.service.node
+        host, what = self._host, type(request).__name__.lower()
         try:
             return await done
         except OSError as error:
-            code, node, text = messages.failure_of(error, here)
-            self._host.counters.errors[errno.errorcode.get(code, str(code))] += 1
-            if isinstance(error, PermissionError):
-                self._host.counters.denied_requests += 1
-                tell_of_denial(self._peer, error)
-            elif not isinstance(error, (Fenced, FileNotFoundError)):
-                log.info("%s: %s: %s", self._peer, type(request).__name__.lower(), error)
-            return messages.Failed(code, node, text)
+            return messages.Failed(*host.failed(self._peer, what, error))
         except Exception:
-            log.exception("%s: %s", self._peer, type(request).__name__.lower())
-            return messages.Failed(errno.EIO, here, "internal error; see its log")
+            log.exception("%s: %s", self._peer, what)
+            return messages.Failed(errno.EIO, host.service.node, "internal error; see its log")
 
     async def _do(self, request: messages.Request) -> messages.Answer | Lasting:
         contents = request.contents if isinstance(request, messages.AboutContents) else ()

@@ -1,11 +1,12 @@
 """The part of a store node that its transport calls: the protocol `Service`."""
 
 from collections.abc import Awaitable, Callable, Collection, Mapping
+from enum import IntEnum
 from typing import Any, Protocol, TypeAlias, TypeVar
 
 from . import Extent, Target
 from .messages import AskEtcd, EtcdSaid
-from .rights import Asked, Peer, Row, Scope, need
+from .rights import Asked, Peer, Row, Scope, denied, may
 
 
 class Held(Protocol):
@@ -130,6 +131,11 @@ async def check_right(
 ) -> None:
     """Check the right of a peer to ask for something about contents. Raises OSError EACCES, and as
     Service.check_owner."""
-    if need(rights, peer.role, asked) is Scope.OWN:
+    role = peer.identity.role
+    scope = may(rights, role, asked)
+    if scope is Scope.NONE:
+        name = asked.name if isinstance(asked, IntEnum) else asked.__name__
+        raise denied(f"a {role} may not send {name.lower()} to a store node")
+    if scope is Scope.OWN:
         for content in contents:
             await service.check_owner(peer, content)

@@ -20,12 +20,7 @@ from typing import cast
 from cryptography import x509
 from cryptography.hazmat.primitives import hashes
 from cryptography.hazmat.primitives.asymmetric import ec
-from cryptography.hazmat.primitives.serialization import (
-    Encoding,
-    NoEncryption,
-    PrivateFormat,
-    load_pem_private_key,
-)
+from cryptography.hazmat.primitives.serialization import Encoding, NoEncryption, PrivateFormat
 from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
 
 from ..unwrap import if_it_fails
@@ -36,10 +31,10 @@ from .security import (
     CredentialsError,
     Identity,
     Role,
-    check_private,
     check_time,
     load_certificate,
     load_certificates,
+    load_key,
     read_file,
     subvolume_extension,
 )
@@ -77,9 +72,8 @@ def begin_ca_change(directory: str, cluster_name: str) -> None:
         raise CredentialsError(f"{path} holds two CAs already: the change before is not finished")
     with tempfile.TemporaryDirectory(prefix=".ca-", dir=directory) as made:
         both = read_file(make_ca(made, cluster_name)) + read_file(path)
-        _write_new(os.path.join(made, "both.pem"), both)
         # Between the two steps no certificate can be issued, and none is refused.
-        os.replace(os.path.join(made, "both.pem"), path)
+        _replace(path, both)
         os.replace(os.path.join(made, "ca.key"), os.path.join(directory, "ca.key"))
 
 
@@ -90,9 +84,7 @@ def finish_ca_change(directory: str) -> None:
     trusted = load_certificates(path)
     if len(trusted) < 2:
         raise CredentialsError(f"{path} holds one CA only: no change has begun")
-    with tempfile.TemporaryDirectory(prefix=".ca-", dir=directory) as made:
-        _write_new(os.path.join(made, "ca.pem"), trusted[0].public_bytes(Encoding.PEM))
-        os.replace(os.path.join(made, "ca.pem"), path)
+    _replace(path, trusted[0].public_bytes(Encoding.PEM))
 
 
 def issue(
@@ -157,15 +149,7 @@ def list_revoked(directory: str, serials: Iterable[int]) -> str:
     # Newer versions of etcd read no PEM here.
     data = builder.sign(ca_key, hashes.SHA256()).public_bytes(Encoding.DER)
     path = os.path.join(directory, REVOKED_FILE)
-    # A directory for the draft could be left behind: an interrupt may come while it is being made.
-    draft = os.path.join(directory, f".new-{os.getpid()}-{REVOKED_FILE}")
-    try:
-        with if_it_fails(partial(Path(draft).unlink, missing_ok=True)):
-            _write_new(draft, data)
-            os.chmod(draft, 0o644)
-            os.replace(draft, path)
-    except OSError as error:
-        raise CredentialsError(f"cannot write {path}: {error.strerror}") from error
+    _replace(path, data, mode=0o644)
     return path
 
 
@@ -174,12 +158,7 @@ def _authority(directory: str) -> tuple[x509.Certificate, ec.EllipticCurvePrivat
     ca_path, ca_key_path = (os.path.join(directory, file) for file in ("ca.pem", "ca.key"))
     ca = load_certificate(ca_path)
     check_time(ca_path, ca)
-    check_private(ca_key_path)
-    try:
-        loaded = load_pem_private_key(read_file(ca_key_path), None)
-        ca_key = cast(ec.EllipticCurvePrivateKey, loaded)
-    except (ValueError, TypeError) as error:
-        raise CredentialsError(f"{ca_key_path} holds no usable private key: {error}") from error
+    ca_key = cast(ec.EllipticCurvePrivateKey, load_key(ca_key_path))
     if ca_key.public_key() != ca.public_key():
         raise CredentialsError(f"{ca_key_path} is not the key of {ca_path}")
     return ca, ca_key
@@ -248,6 +227,20 @@ def _write_pair(
     with if_it_fails(lambda: os.unlink(key_path)):
         _write_new(cert_path, builder.sign(signer, hashes.SHA256()).public_bytes(Encoding.PEM))
     return cert_path, key_path
+
+
+def _replace(path: str, data: bytes, mode: int = 0o600) -> None:
+    """Write a file anew, whole. Raises CredentialsError."""
+    directory, name = os.path.split(path)
+    # A directory for the draft could be left behind: an interrupt may come while it is being made.
+    draft = os.path.join(directory, f".new-{os.getpid()}-{name}")
+    try:
+        with if_it_fails(partial(Path(draft).unlink, missing_ok=True)):
+            _write_new(draft, data)
+            os.chmod(draft, mode)
+            os.replace(draft, path)
+    except OSError as error:
+        raise CredentialsError(f"cannot write {path}: {error.strerror}") from error
 
 
 def _write_new(path: str, data: bytes) -> None:

@@ -31,6 +31,7 @@ from ..model.values import ConfigError
 
 if TYPE_CHECKING:
     from cryptography import x509
+    from cryptography.hazmat.primitives.asymmetric.types import PrivateKeyTypes
 
 log = logging.getLogger(__name__)
 
@@ -234,13 +235,8 @@ class Credentials:
         is missing or damaged, others can read the key, the certificate has expired, or is of another key
         or CA."""
         from cryptography.exceptions import InvalidSignature
-        from cryptography.hazmat.primitives.serialization import load_pem_private_key
 
-        check_private(self.key)
-        try:
-            key = load_pem_private_key(read_file(self.key), None)
-        except (ValueError, TypeError) as error:
-            raise CredentialsError(f"{self.key} holds no usable private key: {error}") from error
+        key = load_key(self.key)
         cert, ca = load_certificate(self.cert), None
         for trusted in load_certificates(self.ca):
             with contextlib.suppress(ValueError, TypeError, InvalidSignature):
@@ -354,7 +350,10 @@ def load_certificates(path: str) -> "list[x509.Certificate]":
         raise CredentialsError(f"{path} holds no usable certificate: {error}") from error
 
 
-def check_private(path: str) -> None:
+def load_key(path: str) -> "PrivateKeyTypes":
+    """Return a private key. Raises CredentialsError, also if others can read it."""
+    from cryptography.hazmat.primitives.serialization import load_pem_private_key
+
     try:
         status = os.stat(path)
     except OSError as error:
@@ -363,6 +362,10 @@ def check_private(path: str) -> None:
     forbidden = 0o027 if status.st_uid == 0 else 0o077
     if stat.S_IMODE(status.st_mode) & forbidden:
         raise CredentialsError(f"{path} can be read by others; run: chmod 600 {path}")
+    try:
+        return load_pem_private_key(read_file(path), None)
+    except (ValueError, TypeError) as error:
+        raise CredentialsError(f"{path} holds no usable private key: {error}") from error
 
 
 def check_time(path: str, certificate: "x509.Certificate") -> None:

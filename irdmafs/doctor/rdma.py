@@ -113,8 +113,8 @@ def _way_to(found: list[Device], choice: Choice, peer: str) -> tuple[str, Obstac
             f"that is the address on the way to {peer}: give the nodes' addresses on the device's network "
             "(irdmafs serve --listen ADDRESS), or the device's interface one on that way",
         )
-    way = f"the way to {peer} is {route.device} port {route.port}, GID {route.gid.number}"
-    return way, Obstacle()
+    port = f"{route.device.name} port {route.port.number}"
+    return f"the way to {peer} is {port}, GID {route.gid.number}", Obstacle()
 
 
 def _check_device(device: Device, library: Library | None) -> list[Check]:

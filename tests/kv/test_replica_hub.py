@@ -5,6 +5,8 @@ import queue
 import random
 import threading
 from collections.abc import Coroutine, Iterator, Sequence
+from concurrent.futures import Future
+from contextlib import AsyncExitStack
 from typing import Any, NamedTuple, Self, TypeVar
 
 import pytest
@@ -285,54 +287,33 @@ async def test_a_revision_that_does_not_come_is_waited_for_only_so_long(keys: Et
 
 
 class TrioThread:
-    """A trio loop beside the test, for tests that must not be async."""
+    """A trio loop beside the test, for tests that must not be async. One task does everything, so that it
+    can leave the contexts that it has entered."""
 
     def __init__(self) -> None:
-        self._jobs: queue.SimpleQueue[trio.lowlevel.TrioToken] = queue.SimpleQueue()
+        self.contexts = AsyncExitStack()
+        self._jobs: queue.SimpleQueue[tuple[Coroutine[Any, Any, Any], Future[Any]] | None]
+        self._jobs = queue.SimpleQueue()
         self._thread = threading.Thread(target=trio.run, args=(self._main,))
         self._thread.start()
-        self._token = self._jobs.get()
 
     async def _main(self) -> None:
-        self._end = trio.Event()
-        self._jobs.put(trio.lowlevel.current_trio_token())
-        await self._end.wait()
+        async with self.contexts:
+            while (job := await trio.to_thread.run_sync(self._jobs.get)) is not None:
+                doing, done = job
+                try:
+                    done.set_result(await doing)
+                except Exception as error:
+                    done.set_exception(error)
 
     def run(self, doing: Coroutine[Any, Any, Result]) -> Result:
-        async def limited() -> Result:
-            with trio.fail_after(30):
-                return await doing
-
-        return trio.from_thread.run(limited, trio_token=self._token)
+        done: Future[Result] = Future()
+        self._jobs.put((doing, done))
+        return done.result(30)
 
     def close(self) -> None:
-        trio.from_thread.run_sync(self._end.set, trio_token=self._token)
+        self._jobs.put(None)
         self._thread.join()
-
-
-class Cluster:
-    """Two hosts on one prefix, kept by a task of their own until it is closed."""
-
-    def __init__(self, server: EtcdServer) -> None:
-        self._server = server
-        self._ready = trio.Event()
-        self._end = trio.Event()
-        self._ended = trio.Event()
-        self.namespaces: list[HostNamespace] = []
-
-    async def start(self) -> None:
-        trio.lowlevel.spawn_system_task(self._keep)
-        await self._ready.wait()
-
-    async def _keep(self) -> None:
-        async with hosts(EtcdKeys(self._server, new_prefix()), 2, Lagging) as self.namespaces:
-            self._ready.set()
-            await self._end.wait()
-        self._ended.set()
-
-    async def close(self) -> None:
-        self._end.set()
-        await self._ended.wait()
 
 
 class NamespaceOnEtcd(NamespaceAgainstModel):
@@ -343,16 +324,14 @@ class NamespaceOnEtcd(NamespaceAgainstModel):
     def __init__(self, server: EtcdServer) -> None:
         super().__init__()
         self.trio = TrioThread()
-        self.cluster = Cluster(server)
-        self.run(self.cluster.start())
-        self.hosts = self.cluster.namespaces
+        two = hosts(EtcdKeys(server, new_prefix()), 2, Lagging)
+        self.hosts = self.run(self.trio.contexts.enter_async_context(two))
         self.turn = 0
         self.choose_host()
         self.model.root.uid = self.namespace.inode(ROOT_INO).uid
 
     def teardown(self) -> None:
         self.compare()
-        self.run(self.cluster.close())
         self.trio.close()
 
     def run(self, doing: Coroutine[Any, Any, Result]) -> Result:

@@ -1,18 +1,17 @@
 """An engine whose keys others change, too: compares, snapshots, pages and watches, on etcd."""
 
 import random
-from collections.abc import Callable
 
 import pytest
 import trio
-from harness.etcd_server import new_prefix
+from harness.etcd_server import EtcdServer, new_prefix
 from harness.seeds import seeded
+from test_failing_etcd import history
 
 from irdmafs.backend.etcd.engine import EtcdEngine
-from irdmafs.backend.kv import Compare, Conflict, Delete, Empty, Event, Exists, KeyValue, Put
+from irdmafs.backend.kv import Compare, Conflict, Delete, Empty, Exists, KeyValue, Put
 
 END = b"\xff"
-Open = Callable[[], EtcdEngine]
 
 
 async def contents(engine: EtcdEngine) -> dict[bytes, bytes]:
@@ -21,28 +20,9 @@ async def contents(engine: EtcdEngine) -> dict[bytes, bytes]:
     return {key: value for key, value, _ in found if not key.startswith((b"s", b"x"))}
 
 
-async def changes(
-    engine: EtcdEngine, start: bytes, end: bytes, after: int, until: int
-) -> list[tuple[int, list[Event]]]:
-    """What a watch gives up to the revision `until`, which must have an event in the range."""
-    seen = []
-    async for change in engine.watch(start, end, after):
-        seen.append((change.revision, list(change.events)))
-        if change.revision >= until:
-            break
-    return seen
-
-
 @pytest.fixture
-def open_engine(request: pytest.FixtureRequest) -> Open:
-    """Opens the engine of this test: the same store every time."""
-    server, prefix = request.getfixturevalue("etcd"), new_prefix()
-    return lambda: EtcdEngine(server.endpoints, prefix)
-
-
-@pytest.fixture
-def engine(open_engine: Open) -> EtcdEngine:
-    return open_engine()
+def engine(etcd: EtcdServer) -> EtcdEngine:
+    return EtcdEngine(etcd.endpoints, new_prefix())
 
 
 async def test_range_is_ordered_excludes_its_end_and_comes_in_pages(engine: EtcdEngine) -> None:
@@ -190,8 +170,8 @@ async def test_watching_from_a_snapshot_leaves_no_gap(engine: EtcdEngine) -> Non
     model[b"9999"] = b"last"
     assert await contents(engine) == model
     for revision, replica in replicas:
-        for _, events in await changes(engine, b"0", b":", revision, last):
-            for event in events:
+        for change in await history(engine, b"0", b":", last, revision):
+            for event in change.events:
                 if event.value is None:
                     del replica[event.key]
                 else:

@@ -30,6 +30,7 @@ from irdmafs.backend.node.feed import Feed
 from irdmafs.backend.node.readers import PAGE_KEYS, Kept, Readers, checked
 from irdmafs.backend.transport.messages import AskEtcd, EtcdOutcome, EtcdSaid
 from irdmafs.backend.transport.rights import Peer
+from irdmafs.backend.trust.security import Identity
 
 OWNER, OTHER = 0xABCDEF, 0xABCDF0
 LEASE, FOREIGN = OWNER << LEASE_BITS | 7, OTHER << LEASE_BITS | 7
@@ -186,7 +187,7 @@ class Asking:
 
     def __init__(self, node: Readers, owner: int = OWNER) -> None:
         self.node = node
-        self.peer = Peer("reader", "r", "127.0.0.1", 0, is_certified=True, owner=owner)
+        self.peer = Peer(Identity("reader", "r", owner, "1"), "127.0.0.1", 0)
 
     async def ask(self, method: Method[Any], request: Message) -> Any:
         said = await self.said(method, request)
@@ -367,9 +368,8 @@ async def test_a_long_answer_comes_in_parts(server: EtcdServer) -> None:
 
 Who = Callable[[], Peer]
 NOBODIES: Sequence[Who] = (
-    lambda: Peer("reader", "r", "127.0.0.1", 0),
-    lambda: Peer("reader", "r", "127.0.0.1", 0, owner=OWNER),
-    lambda: Peer("reader", "r", "127.0.0.1", 0, is_certified=True),
+    lambda: Peer(Identity("reader", "r"), "127.0.0.1", 0),
+    lambda: Peer(Identity("reader", "r", serial="1"), "127.0.0.1", 0),
 )
 
 

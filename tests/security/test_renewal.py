@@ -52,7 +52,7 @@ async def connected(memory: Path, node: Credentials, mount: Credentials) -> Asyn
 
 def shown_to(place: Place) -> list[str]:
     """The numbers of the certificates that the node's peers have shown."""
-    return [peer.serial for peer in place.nodes[1].listener._connected.values()]
+    return [peer.identity.serial for peer in place.nodes[1].listener._connected.values()]
 
 
 # -- in one process ------------------------------------------------------------------------------

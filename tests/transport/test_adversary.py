@@ -345,7 +345,7 @@ async def test_a_mount_is_refused_what_is_of_another_session(
         assert not cluster.service(1).sealed
         assert not cluster.service(1).aborted
         assert not cluster.service(1).leftovers
-        told = strangers.warnings(caplog, "irdmafs.backend.transport.rights")
+        told = strangers.warnings(caplog, "irdmafs.backend.transport.mover")
         assert len(told) == cluster.nodes[1].listener.host.counters.denied_requests == 6
 
 

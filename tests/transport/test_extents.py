@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 import trio
+from harness.closing import descriptor
 from harness.errors import fails_with
 from harness.seeds import seeded
 from harness.transport_nodes import NodeProcess
@@ -30,6 +31,10 @@ from harness.transport_place import (
 
 from irdmafs.backend.transport import Extent, Fenced, FileRange, Target, Unreachable, link
 from irdmafs.backend.transport.peers import Peers, open_peers
+from irdmafs.backend.transport.tcp import data
+from irdmafs.backend.transport.tcp.channel import Channel
+from irdmafs.backend.transport.tcp.streams import send_range
+from irdmafs.backend.transport.tcp.wire import Reply
 
 NEVER_S = 10_000.0
 STREAMS = 4
@@ -233,6 +238,26 @@ async def test_a_full_node_is_named_and_nothing_is_left_there(memory: Path, full
             assert caught.value.errno == errno.ENOSPC
         await until(lambda: not cluster.service(full).leftovers)
         assert not cluster.service(full).sealed
+
+
+async def test_bytes_that_a_node_has_lost_meanwhile_are_no_others(
+    memory: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An application may truncate the file that it gave the node."""
+    extent, landed = Extent(1, 0), list[int]()
+
+    def shrink_and_send(channel: Channel, fd: int, offset: int, length: int) -> Reply | None:
+        os.truncate(cluster.service(1).path(extent), length // 2)
+        return send_range(channel, fd, offset, length)
+
+    monkeypatch.setattr(data, "send_range", shrink_and_send)
+    async with in_cluster(memory, 1) as cluster:
+        await cluster.write(extent, bytes(4 * MiB))
+        # It asks once more, on a new connection.
+        with descriptor(os.memfd_create("target")) as target, fails_with(errno.EINVAL):
+            whole = FileRange(target, 0, 4 * MiB)
+            await cluster.peers.device(1).read(extent, 0, whole, lambda *at: landed.append(at[1]))
+        assert sum(landed) == 2 * MiB
 
 
 async def test_what_a_node_does_not_keep_is_enoent(memory: Path) -> None:
@@ -439,11 +464,7 @@ async def test_a_node_is_found_again_where_it_restarts(memory: Path) -> None:
         for number in range(3):
             with NodeProcess(memory, 1):
                 await peers.device(1).put(Extent(number, 0), Target(1, 1, ()), b"data")
-                source = full_file(memory / "source", 20 * MiB)
-                await peers.device(1).write(
-                    Extent(number, 1), Target(1, 1, ()), FileRange(source, 0, 20 * MiB)
-                )
-                os.close(source)
+                await Place(memory, peers, {}).write(Extent(number, 1), bytes(20 * MiB))
             with pytest.raises(Unreachable):
                 await peers.ping(1)
 

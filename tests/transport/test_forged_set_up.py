@@ -18,6 +18,7 @@ from harness.closing import descriptor
 from harness.rdma import need_ports, registered
 from harness.transport_nodes import Node, serving
 from harness.transport_place import KiB, Place, in_cluster, mounted, random_bytes, until
+from harness.verbs_place import lanes, only_path
 from test_adversary import TO_MOUNT, TO_NODE, Passage, Relay, on_the_way
 from test_strangers import frame
 
@@ -41,7 +42,6 @@ from irdmafs.backend.transport.verbs.path import Path as VerbsPath
 from irdmafs.backend.transport.verbs.queue import Broken, Piece, QueuePair
 from irdmafs.backend.transport.verbs.rdma import Adapter, Choice, Rdma
 from irdmafs.backend.transport.verbs.serving import Arrival, VerbsServing
-from irdmafs.backend.transport.verbs.way import VerbsWay
 from irdmafs.backend.trust.security import Credentials
 
 pytestmark = pytest.mark.verbs
@@ -55,9 +55,8 @@ SECRET, COMING = Extent(1, 0), Extent(2, 0)
 class Party:
     """A mount with adapters of its own, and one queue pair to node 1."""
 
-    def __init__(self, peers: Peers, rdma: Rdma, path: VerbsPath, file: int) -> None:
+    def __init__(self, peers: Peers, path: VerbsPath, file: int) -> None:
         self.peers = peers
-        self.rdma = rdma
         self.path = path
         self.file = file
 
@@ -128,12 +127,7 @@ async def party(memory: Path, name: str) -> AsyncIterator[Party]:
         os.posix_fallocate(file, 0, LENGTH)
         with Rdma(Choice(device="rxe0")) as rdma:
             async with mounted(memory, timeout_s=TIMEOUT_S, rdma=rdma) as peers:
-                way = peers.device(1).way(VerbsWay)
-                assert await way.reach() is not None
-                assert way.lanes is not None
-                (lane,) = way.lanes._lanes
-                assert lane.path is not None
-                yield Party(peers, rdma, lane.path, file)
+                yield Party(peers, await only_path(peers), file)
 
 
 @pytest.fixture(params=["windows", "none"])
@@ -210,7 +204,7 @@ def test_a_queue_pair_that_is_somebody_elses_brings_no_bytes(memory: Path, whose
 
     async def attack(scene: Scene) -> None:
         theirs = scene.victim.path.pair.end() if whose == "the victim's" else scene.node_end
-        (lane,) = scene.attacker.peers.device(1).way(VerbsWay).lanes._lanes  # type: ignore[union-attr]
+        (lane,) = (await lanes(scene.attacker.peers))._lanes
         rail, other = lane.other, 1
         attached = await scene.attacker.ask(Attach(theirs, other, rail.name, rail.gid))
         assert isinstance(attached, Attached)

@@ -6,10 +6,12 @@ import socket
 import threading
 import time
 from collections.abc import Callable, Iterator
+from typing import Any, TypeVar
 
 import pytest
 import trio
 import trio.testing
+from harness.errors import fails_with
 
 from irdmafs.backend.transport.tcp.authentication import Authentication
 from irdmafs.backend.transport.tcp.channel import Channel
@@ -20,8 +22,9 @@ from irdmafs.backend.transport.tcp.streams import (
     wait_for_reply,
 )
 from irdmafs.backend.transport.tcp.threads import in_threads
-from irdmafs.backend.transport.tcp.wire import Reply, ReplyKind
+from irdmafs.backend.transport.tcp.wire import Reply, ReplyKind, decode_reply
 
+T = TypeVar("T")
 MiB = 1 << 20
 TIMEOUT_S = 20.0
 # What a thread may look for while it sends, in a second.
@@ -35,9 +38,9 @@ class Counting(Channel):
         super().__init__(sock, TIMEOUT_S, listens=False)
         self.looks = 0
 
-    def next_reply(self, wait: bool) -> Reply | None:
+    def next_message(self, decode: Callable[[bytes], T], *, wait: bool) -> T | None:
         self.looks += 1
-        return super().next_reply(wait)
+        return super().next_message(decode, wait=wait)
 
 
 @pytest.fixture
@@ -104,8 +107,8 @@ def test_a_refusal_is_heard_while_the_bytes_are_still_being_sent(
     os.ftruncate(source, length)
 
     def refuse() -> None:
-        other.reply(Reply(ReplyKind.WORKING))
-        other.reply(Reply(ReplyKind.FAILED, errno.ENOSPC))
+        other.say(Reply(ReplyKind.WORKING))
+        other.say(Reply(ReplyKind.FAILED, errno.ENOSPC))
         with memoryview(bytearray(MiB)) as view:
             while not heard.is_set():
                 try:
@@ -129,8 +132,8 @@ def test_what_is_said_during_the_last_bytes_is_heard_after_them(
 ) -> None:
     one, other = ends
     for kind in (ReplyKind.WORKING, ReplyKind.OK):
-        other.reply(Reply(kind))
-    assert one.next_reply(wait=True) == Reply(ReplyKind.WORKING)
+        other.say(Reply(kind))
+    assert one.next_message(decode_reply, wait=True) == Reply(ReplyKind.WORKING)
     early = send_range(one, files[0], 0, 100)
     assert (early or wait_for_reply(one)) == Reply(ReplyKind.OK)
 
@@ -184,3 +187,21 @@ async def test_who_is_cancelled_stops_the_works_and_waits_for_them(places: int |
     # The second one has no place before the first one has ended.
     assert sorted(ended) == ["one", "other"][: places or 2]
     assert limit is None or limit.value == places
+
+
+async def test_thread_that_cannot_be_started_is_an_error_and_keeps_no_place(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    stopped, ended, places = threading.Event(), list[str](), trio.Semaphore(2)
+    begin, begun = trio.lowlevel.start_thread_soon, list[object]()
+
+    def begin_one(*arguments: Any) -> None:
+        if begun:
+            raise RuntimeError("can't start new thread")
+        begun.append(begin(*arguments))
+
+    monkeypatch.setattr(trio.lowlevel, "start_thread_soon", begin_one)
+    with fails_with(errno.EAGAIN):
+        works = [until(stopped, ended, name) for name in ("one", "other")]
+        await in_threads(works, stopped.set, places)
+    assert (ended, places.value) == (["one"], 2)

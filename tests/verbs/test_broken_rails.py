@@ -5,8 +5,8 @@ Nodes listen on an address of loopback, so that the control connection outlives 
 
 import os
 import subprocess
-from collections.abc import AsyncIterator, Callable, Iterator
-from contextlib import asynccontextmanager
+from collections.abc import Callable, Iterator
+from contextlib import AbstractAsyncContextManager
 from pathlib import Path
 from random import Random
 from typing import Any
@@ -16,12 +16,12 @@ import trio
 from harness import rdma as rdma_ports
 from harness.programs.breakable import break_pair
 from harness.rdma import set_links
-from harness.transport_nodes import Node, NodeProcess
-from harness.transport_place import MiB, Place, in_cluster, mounted, until
+from harness.transport_nodes import NodeProcess
+from harness.transport_place import MiB, Place, mounted, until
+from harness.verbs_place import VerbsPlace, by_verbs, lanes, when_posted
 
-from irdmafs.backend.transport import Extent, FileRange, Target, Unreachable
+from irdmafs.backend.transport import Extent, Unreachable
 from irdmafs.backend.transport.device import NotThisWay
-from irdmafs.backend.transport.peers import Peers
 from irdmafs.backend.transport.verbs import networks
 from irdmafs.backend.transport.verbs import way as way_module
 from irdmafs.backend.transport.verbs.messages import HANDLES_MAX, QUEUE_PAIRS_MAX
@@ -30,7 +30,6 @@ from irdmafs.backend.transport.verbs.rdma import Choice, Rdma
 from irdmafs.backend.transport.verbs.regions import Regions
 from irdmafs.backend.transport.verbs.serving import VerbsServing
 from irdmafs.backend.transport.verbs.staging import Staging
-from irdmafs.backend.transport.verbs.way import Lanes, VerbsWay
 
 pytestmark = pytest.mark.verbs
 
@@ -51,72 +50,24 @@ def links() -> Iterator[tuple[str, ...]]:
     set_links(*_LINKS, up=True)
 
 
-class TwoNodes(Place):
-    """Nodes 1 and 2, and a mount with adapters of its own."""
-
-    def __init__(
-        self, memory: Path, peers: Peers, nodes: dict[int, Node], rdma: Rdma, of_nodes: Rdma
-    ) -> None:
-        super().__init__(memory, peers, nodes)
-        self.rdma = rdma
-        self.of_nodes = of_nodes
-
-    async def lanes(self, node: int = 1, count: int = 2) -> Lanes:
-        """Of the mount to a node, when so many pairs of rails work."""
-        way = self.peers.device(node).way(VerbsWay)
-        await way.reach()
-        found = way.lanes
-        assert found is not None
-        await until(lambda: len(found.usable) == count)
-        return found
-
-    async def there_and_back(self, number: int, length: int) -> None:
-        """Write an extent to both nodes, read it from both."""
-        data = Random(number).randbytes(4096) * (length // 4096) + bytes(length % 4096)
-        extent = Extent(number, 0)
-        await self.write(extent, data, 2)
-        assert self.have(extent, data) == [1, 2]
-        for node in self.nodes:
-            assert await self.read(node, extent, 0, length) == data
-            os.unlink(self.service(node).path(extent))
+async def there_and_back(place: Place, number: int, length: int) -> None:
+    """Write an extent to both nodes, read it from both."""
+    data = Random(number).randbytes(4096) * (length // 4096) + bytes(length % 4096)
+    extent = Extent(number, 0)
+    await place.write(extent, data, 2)
+    assert place.have(extent, data) == [1, 2]
+    for node in place.nodes:
+        assert await place.read(node, extent, 0, length) == data
+        os.unlink(place.service(node).path(extent))
 
 
-@asynccontextmanager
-async def in_place(
+def in_place(
     memory: Path,
     choice: Choice = Choice(),  # noqa: B008
     address: str = LOOPBACK,
     timeout_s: float = TIMEOUT_S,
-) -> AsyncIterator[TwoNodes]:
-    with Rdma(choice) as of_nodes, Rdma(choice) as of_mount:
-        async with in_cluster(
-            memory, 2, address, timeout_s=timeout_s, rdma=of_nodes, mount={"rdma": of_mount}
-        ) as place:
-            yield TwoNodes(memory, place.peers, place.nodes, of_mount, of_nodes)
-
-
-def when_posted(
-    monkeypatch: pytest.MonkeyPatch,
-    count: int,
-    do: Callable[[QueuePair], object],
-    is_meant: Callable[[QueuePair], bool] = lambda pair: True,
-) -> trio.Event:
-    """Have something happen as soon as so many batches were posted to the queue pairs that are meant."""
-    post = QueuePair._post
-    posted = 0
-    happened = trio.Event()
-
-    def posting(self: QueuePair, requests: list[Any]) -> Any:
-        nonlocal posted
-        batch = post(self, requests)
-        posted += is_meant(self)
-        if posted == count and not happened.is_set():
-            happened.set()
-            do(self)
-        return batch
-
-    monkeypatch.setattr(QueuePair, "_post", posting)
-    return happened
+) -> AbstractAsyncContextManager[VerbsPlace]:
+    return by_verbs(memory, choice=choice, of_nodes=choice, address=address, timeout_s=timeout_s)
 
 
 def goes_through(device: str) -> Callable[[QueuePair], bool]:
@@ -129,8 +80,8 @@ def goes_through(device: str) -> Callable[[QueuePair], bool]:
 @pytest.mark.usefixtures("links")
 async def test_a_long_read_is_divided_between_rails_and_many_operations_too(memory: Path) -> None:
     async with in_place(memory) as place:
-        await place.lanes()
-        await place.there_and_back(1, 16 * MiB + 7)
+        await lanes(place.peers, count=2)
+        await there_and_back(place, 1, 16 * MiB + 7)
         moved = place.peers.counters.rails
         # A write goes whole over one of them, a read over both.
         assert sum(moved.values()) == 3 * (16 * MiB + 7)
@@ -138,7 +89,7 @@ async def test_a_long_read_is_divided_between_rails_and_many_operations_too(memo
         moved.clear()
         async with trio.open_nursery() as nursery:
             for number in range(2, 10):
-                nursery.start_soon(place.there_and_back, number, MiB)
+                nursery.start_soon(there_and_back, place, number, MiB)
         assert len(moved) == 2
         assert sum(moved.values()) == 8 * 3 * MiB
         assert place.peers.counters.fallbacks == place.peers.counters.reroutes == 0
@@ -149,7 +100,7 @@ async def test_there_are_as_many_queue_pairs_as_are_asked_for_and_a_node_bounds_
     memory: Path,
 ) -> None:
     async with in_place(memory, Choice(queue_pairs=3)) as place:
-        found = await place.lanes()
+        found = await lanes(place.peers, count=2)
         await until(lambda: all(lane.is_usable for lane in found._lanes))
         assert len(found._lanes) == 6
         (responder,) = (
@@ -158,7 +109,7 @@ async def test_there_are_as_many_queue_pairs_as_are_asked_for_and_a_node_bounds_
         assert len(responder._pairs) == 6
         used = {id(lane.path) for lane in found._lanes}
         assert len(used) == 6
-        await place.there_and_back(1, 8 * MiB)
+        await there_and_back(place, 1, 8 * MiB)
         assert max(lane.number for lane in found._lanes) < QUEUE_PAIRS_MAX < HANDLES_MAX
         found.control.close("the test ends it")
         # Everything goes with the connection.
@@ -179,14 +130,14 @@ async def test_a_link_that_goes_down_costs_no_operation_and_is_used_again(
 ) -> None:
     caplog.set_level("INFO")
     async with in_place(memory) as place:
-        found = await place.lanes()
+        found = await lanes(place.peers, count=2)
         device = f"rxe{links.index(down)}"
         lost = when_posted(
             monkeypatch, 3, lambda pair: set_links(down, up=False), goes_through(device)
         )
         async with trio.open_nursery() as nursery:
             for number in range(4):
-                nursery.start_soon(place.there_and_back, number, 5 * MiB)
+                nursery.start_soon(there_and_back, place, number, 5 * MiB)
         assert lost.is_set()
         monkeypatch.undo()
         counters = [place.peers.counters, place.nodes[1].peers.counters]
@@ -196,7 +147,7 @@ async def test_a_link_that_goes_down_costs_no_operation_and_is_used_again(
         set_links(down, up=True)
         await until(lambda: len(found.usable) == 2)
         place.peers.counters.rails.clear()
-        await place.there_and_back(100, 8 * MiB)
+        await there_and_back(place, 100, 8 * MiB)
         assert any(device in name for name in place.peers.counters.rails)
         # Only the mount speaks to the first node.
         said = [text for text in caplog.messages if text.startswith("store node 1: ")]
@@ -213,11 +164,11 @@ async def test_the_last_link_that_goes_down_leaves_tcp_until_it_is_up_again(
     memory: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     async with in_place(memory, Choice(device="rxe0")) as place:
-        found = await place.lanes(count=1)
+        found = await lanes(place.peers)
         lost = when_posted(monkeypatch, 3, lambda pair: set_links("roce0", up=False))
         async with trio.open_nursery() as nursery:
             for number in range(4):
-                nursery.start_soon(place.there_and_back, number, 5 * MiB)
+                nursery.start_soon(there_and_back, place, number, 5 * MiB)
         assert lost.is_set()
         monkeypatch.undo()
         counters = place.peers.counters
@@ -226,7 +177,7 @@ async def test_the_last_link_that_goes_down_leaves_tcp_until_it_is_up_again(
         set_links("roce0", up=True)
         await until(lambda: len(found.usable) == 1)
         before = counters.moved_bytes["verbs"]
-        await place.there_and_back(100, 5 * MiB)
+        await there_and_back(place, 100, 5 * MiB)
         assert counters.moved_bytes["verbs"] == before + 3 * 5 * MiB
 
 
@@ -248,8 +199,8 @@ async def test_a_way_that_takes_the_control_connection_along_makes_the_node_unre
     memory: Path, first_address: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     async with in_place(memory, Choice(device="rxe0"), first_address, timeout_s=5.0) as place:
-        await place.lanes(count=1)
-        await place.there_and_back(1, MiB)
+        await lanes(place.peers)
+        await there_and_back(place, 1, MiB)
         lost = when_posted(monkeypatch, 2, lambda pair: change_address("del"))
         with pytest.raises(Unreachable):
             await place.write(Extent(2, 0), bytes(5 * MiB))
@@ -259,11 +210,11 @@ async def test_a_way_that_takes_the_control_connection_along_makes_the_node_unre
         with trio.fail_after(60):
             while True:
                 try:
-                    await place.there_and_back(3, MiB)
+                    await there_and_back(place, 3, MiB)
                     break
                 except Unreachable:
                     await trio.sleep(0.1)
-        await place.lanes(count=1)
+        await lanes(place.peers)
 
 
 @pytest.mark.usefixtures("links")
@@ -273,15 +224,15 @@ async def test_a_rail_that_was_down_at_first_is_used_when_it_comes_up(
     monkeypatch.setattr(way_module, "_LOOK_S", 0.1)
     set_links("roce1", up=False)
     async with in_place(memory) as place:
-        await place.lanes(count=1)
+        await lanes(place.peers)
         set_links("roce1", up=True)
-        await place.lanes(count=2)
+        await lanes(place.peers, count=2)
 
 
 @pytest.mark.usefixtures("links")
 async def test_a_device_that_is_gone_is_left_alone(memory: Path) -> None:
     async with in_place(memory) as place:
-        found = await place.lanes()
+        found = await lanes(place.peers, count=2)
         (adapter,) = (each for each in place.rdma.adapters if each.name == "rxe0")
         # Its port is not there when the kernel tells of something next.
         adapter.port = 200
@@ -289,8 +240,8 @@ async def test_a_device_that_is_gone_is_left_alone(memory: Path) -> None:
         set_links("roce0", up=True)
         await until(lambda: bool(adapter.failure))
         await until(lambda: not adapter.pairs)
-        await place.there_and_back(1, 5 * MiB)
-        assert found.usable == ["rxe1/1 - rxe1/1 (10.9.1.1)"]
+        await there_and_back(place, 1, 5 * MiB)
+        assert list(found.usable) == ["rxe1/1 - rxe1/1 (10.9.1.1)"]
         assert place.peers.counters.fallbacks == 0
 
 
@@ -317,11 +268,11 @@ async def test_queue_pairs_that_break_under_load_cost_no_operation_and_are_repla
 
     monkeypatch.setattr(QueuePair, "_post", posting)
     async with in_place(memory) as place:
-        found = await place.lanes()
+        found = await lanes(place.peers, count=2)
         for round in range(3):
             async with trio.open_nursery() as nursery:
                 for number in range(6):
-                    nursery.start_soon(place.there_and_back, 10 * round + number, 5 * MiB)
+                    nursery.start_soon(there_and_back, place, 10 * round + number, 5 * MiB)
         assert len(broken) == 6
         assert place.peers.counters.reroutes + place.nodes[1].peers.counters.reroutes > 0
         await until(lambda: len(found.usable) == 2)
@@ -335,7 +286,7 @@ async def test_a_queue_pair_that_broke_at_the_node_is_noticed_by_who_uses_it_nex
 ) -> None:
     monkeypatch.setattr(way_module, "RETRY_S", 0.1)
     async with in_place(memory) as place:
-        found = await place.lanes()
+        found = await lanes(place.peers, count=2)
         (responder,) = (
             each for each in place.nodes[1].serving(VerbsServing).responders if each._pairs
         )
@@ -343,11 +294,11 @@ async def test_a_queue_pair_that_broke_at_the_node_is_noticed_by_who_uses_it_nex
         path = first.path
         responder._pairs[first.number].fail("the node's device broke it")
         await until(lambda: first.number not in responder._pairs)
-        await place.there_and_back(1, MiB)
+        await there_and_back(place, 1, MiB)
         counters = place.peers.counters
         assert (counters.fallbacks, counters.reroutes) == (0, 1)
         await until(lambda: first.path not in (None, path))
-        await place.there_and_back(2, MiB)
+        await there_and_back(place, 2, MiB)
         assert (counters.fallbacks, counters.reroutes) == (0, 1)
 
 
@@ -361,23 +312,16 @@ def test_a_node_that_is_killed_takes_all_rails_along(
     async def test(node: NodeProcess) -> None:
         with Rdma(Choice()) as rdma:
             async with mounted(memory, timeout_s=TIMEOUT_S, rdma=rdma) as peers:
-                source = os.open(memory / "source", os.O_RDWR | os.O_CREAT)
-                os.write(source, bytes(length))
-                device = peers.device(1)
-                await device.write(Extent(1, 0), Target(1, 1, ()), FileRange(source, 0, length))
-                found = peers.device(1).way(VerbsWay).lanes
-                assert found is not None
-                await until(lambda: len(found.usable) == 2)
+                place = Place(memory, peers, {})
+                await place.write(Extent(1, 0), bytes(length))
+                await lanes(peers, count=2)
                 killed = when_posted(monkeypatch, 1, lambda pair: node.kill())
                 with pytest.raises(Unreachable):
                     if operation == "read":
-                        await device.read(Extent(1, 0), 0, FileRange(source, 0, length))
+                        await place.read(1, Extent(1, 0), 0, length)
                     else:
-                        await device.write(
-                            Extent(2, 0), Target(1, 1, ()), FileRange(source, 0, length)
-                        )
+                        await place.write(Extent(2, 0), bytes(length))
                 assert killed.is_set()
-                os.close(source)
                 for adapter in rdma.adapters:
                     users = sum(region.users for region in adapter.regions._regions)
                     assert users == bool(adapter.staging.slots)  # staging uses its own for ever
@@ -397,7 +341,7 @@ async def test_memory_that_cannot_be_registered_is_moved_over_tcp_and_the_rails_
     memory: Path, whose: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     async with in_place(memory) as place:
-        found = await place.lanes()
+        found = await lanes(place.peers, count=2)
         rdma = place.rdma if whose == "caller" else place.of_nodes
         failing: set[object] = set()
         for adapter in rdma.adapters:
@@ -416,12 +360,12 @@ async def test_memory_that_cannot_be_registered_is_moved_over_tcp_and_the_rails_
 
         monkeypatch.setattr(Regions, "acquire", cannot_acquire)
         monkeypatch.setattr(Staging, "make", cannot_make)
-        await place.there_and_back(1, MiB)
+        await there_and_back(place, 1, MiB)
         assert place.peers.counters.fallbacks == 3
         assert place.peers.counters.reroutes == 0
         assert len(found.usable) == 2
         failing.clear()
-        await place.there_and_back(2, MiB)
+        await there_and_back(place, 2, MiB)
         assert place.peers.counters.fallbacks == 3
 
 
@@ -430,7 +374,7 @@ async def test_a_window_that_cannot_be_had_makes_it_tcp_and_nothing_stays_in_use
     memory: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     async with in_place(memory) as place:
-        await place.lanes()
+        await lanes(place.peers, count=2)
         library = place.of_nodes.adapters[0].library
 
         def none(*arguments: Any) -> Any:
@@ -438,10 +382,10 @@ async def test_a_window_that_cannot_be_had_makes_it_tcp_and_nothing_stays_in_use
 
         with monkeypatch.context() as patch:
             patch.setattr(library, "MW", none)
-            await place.there_and_back(1, MiB)
+            await there_and_back(place, 1, MiB)
         assert place.peers.counters.fallbacks == 3
         for adapter in place.of_nodes.adapters:
             users = sum(region.users for region in adapter.regions._regions)
             assert users == bool(adapter.staging.slots)  # staging uses its own for ever
-        await place.there_and_back(2, MiB)
+        await there_and_back(place, 2, MiB)
         assert place.peers.counters.fallbacks == 3

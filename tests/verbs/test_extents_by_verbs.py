@@ -6,39 +6,39 @@ import random
 import shutil
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 import trio
+import trio.testing
 from harness.clusters import Cluster as WholeCluster
 from harness.clusters import counters
 from harness.errors import fails_with
+from harness.programs.breakable import break_pair
 from harness.rdma import need_address, registered
-from harness.transport_nodes import Node, NodeProcess
+from harness.transport_nodes import NodeProcess
 from harness.transport_place import (
     KiB,
     MiB,
     Place,
-    in_cluster,
     mounted,
     random_bytes,
     read_a_part,
     until,
     write_and_read,
 )
+from harness.verbs_place import by_verbs, lanes, only_path, when_posted
 
 from irdmafs.backend.transport import Extent, Fenced, FileRange, Target
 from irdmafs.backend.transport.device import Growth
-from irdmafs.backend.transport.peers import Peers
-from irdmafs.backend.transport.verbs import devices
 from irdmafs.backend.transport.verbs import path as path_module
 from irdmafs.backend.transport.verbs import way as way_module
-from irdmafs.backend.transport.verbs.messages import Reserve
+from irdmafs.backend.transport.verbs.library import Library
+from irdmafs.backend.transport.verbs.messages import Exposed, Reserve
 from irdmafs.backend.transport.verbs.queue import Broken, Piece, QueuePair
 from irdmafs.backend.transport.verbs.rdma import Adapter, Choice, Rdma
-from irdmafs.backend.transport.verbs.regions import Regions
-from irdmafs.backend.transport.verbs.way import VerbsWay
 
 pytestmark = pytest.mark.verbs
 
@@ -46,30 +46,7 @@ pytestmark = pytest.mark.verbs
 TIMEOUT_S = 5.0
 
 
-class Cluster(Place):
-    """On one adapter."""
-
-    def __init__(self, memory: Path, peers: Peers, nodes: dict[int, Node], rdma: Rdma) -> None:
-        super().__init__(memory, peers, nodes)
-        self.rdma = rdma
-
-    @property
-    def regions(self) -> Regions:
-        (adapter,) = self.rdma.adapters
-        return adapter.regions
-
-
-@asynccontextmanager
-async def on_adapter(
-    memory: Path,
-    count: int = 2,
-    choice: Choice = Choice(),  # noqa: B008
-) -> AsyncIterator[Cluster]:
-    address = need_address()
-    device = devices.choose(devices.find(), address).device
-    with Rdma(choice._replace(device=device)) as rdma:
-        async with in_cluster(memory, count, address, timeout_s=TIMEOUT_S, rdma=rdma) as place:
-            yield Cluster(memory, place.peers, place.nodes, rdma)
+on_adapter = partial(by_verbs, timeout_s=TIMEOUT_S)
 
 
 # -- what is moved arrives -----------------------------------------------------------------------
@@ -140,10 +117,10 @@ async def test_what_is_handed_on_is_registered_as_what_comes_in_is(memory: Path)
             growth = Growth(MiB, MiB)
             await peers.device(1).write(Extent(1, 0), Target(1, 1, ()), whole, growth=growth)
             assert peers.counters.fallbacks == 0
-        registrations = cluster.regions.registrations
-        async with registered(cluster.regions, source) as region:
+        registrations = cluster.adapter.regions.registrations
+        async with registered(cluster.adapter.regions, source) as region:
             assert region.writable
-        assert cluster.regions.registrations == registrations
+        assert cluster.adapter.regions.registrations == registrations
         os.close(readable)
         os.close(source)
 
@@ -154,12 +131,12 @@ async def test_what_is_handed_on_is_registered_as_what_comes_in_is(memory: Path)
 async def test_errors_of_a_node_are_told_as_over_tcp(memory: Path) -> None:
     async with on_adapter(memory, 1) as cluster:
         device = cluster.peers.device(1)
-        source = cluster.file("source", bytes(MiB))
         with pytest.raises(FileNotFoundError):
-            await device.read(Extent(1, 0), 0, FileRange(source, 0, MiB))
-        await device.write(Extent(1, 0), Target(1, 1, ()), FileRange(source, 0, MiB))
+            await cluster.read(1, Extent(1, 0), 0, MiB)
+        await cluster.write(Extent(1, 0), bytes(MiB))
         with fails_with(errno.EINVAL):
-            await device.read(Extent(1, 0), 1, FileRange(source, 0, MiB))
+            await cluster.read(1, Extent(1, 0), 1, MiB)
+        source = cluster.file("source", bytes(MiB))
         cluster.service(1).newest_config = 5
         with pytest.raises(Fenced) as fenced:
             await device.write(Extent(2, 0), Target(9, 4, ()), FileRange(source, 0, MiB))
@@ -210,18 +187,18 @@ async def test_a_content_that_is_given_up_meanwhile_leaves_nothing(memory: Path)
 async def test_a_file_without_a_name_does_not_stay_registered(memory: Path) -> None:
     async with on_adapter(memory, 1) as cluster:
         await cluster.write(Extent(1, 0), bytes(MiB))
-        pinned_bytes = cluster.regions.pinned_bytes
+        pinned_bytes = cluster.adapter.regions.pinned_bytes
         os.unlink(cluster.service(1).path(Extent(1, 0)))
-        cluster.regions.drop_orphans()
-        assert cluster.regions.pinned_bytes == pinned_bytes - MiB
+        cluster.adapter.regions.drop_orphans()
+        assert cluster.adapter.regions.pinned_bytes == pinned_bytes - MiB
 
 
 async def test_what_was_not_used_for_longest_makes_room(memory: Path) -> None:
     async with on_adapter(memory, 1, Choice(limit_bytes=4 * MiB)) as cluster:
         for number in range(6):
             await cluster.write(Extent(number, 0), bytes(MiB))
-        assert cluster.regions.pinned_bytes <= 4 * MiB
-        assert cluster.regions.evictions >= 4
+        assert cluster.adapter.regions.pinned_bytes <= 4 * MiB
+        assert cluster.adapter.regions.evictions >= 4
         assert cluster.peers.counters.fallbacks == 0
 
 
@@ -245,12 +222,7 @@ async def test_a_node_that_may_not_lock_memory_is_written_to_over_tcp(memory: Pa
     with NodeProcess(memory, 1, need_address(), timeout_s=TIMEOUT_S, rdma=True, prefix=prefix):
         with Rdma(Choice()) as rdma:
             async with mounted(memory, timeout_s=TIMEOUT_S, rdma=rdma) as peers:
-                source = os.open(memory / "source", os.O_RDWR | os.O_CREAT)
-                os.write(source, data)
-                await peers.device(1).write(
-                    Extent(1, 0), Target(1, 1, ()), FileRange(source, 0, MiB)
-                )
-                os.close(source)
+                await Place(memory, peers, {}).write(Extent(1, 0), data)
                 assert peers.counters.moved_bytes["verbs"] == 0
         assert (memory / "1" / "1.0").read_bytes() == data
 
@@ -266,17 +238,17 @@ async def test_a_broken_queue_pair_costs_no_operation_and_is_replaced(
     async with on_adapter(memory) as cluster:
         # All have their queue pairs.
         await cluster.write(Extent(3, 0), data, 2)
-        pairs = broken_while_posting(monkeypatch, 2)
+        broken = when_posted(monkeypatch, 2, break_pair)
         await cluster.write(Extent(1, 0), data, 2)
         assert cluster.have(Extent(1, 0), data) == [1, 2]
-        assert pairs
-        await usable_again(cluster.nodes[1].peers, 2)
-        await usable_again(cluster.peers, 1)
-        pairs = broken_while_posting(monkeypatch, 2)
+        assert broken.is_set()
+        await lanes(cluster.nodes[1].peers, 2)
+        await lanes(cluster.peers)
+        broken = when_posted(monkeypatch, 2, break_pair)
         assert await cluster.read(1, Extent(1, 0), 0, len(data)) == data
-        assert pairs
+        assert broken.is_set()
         assert cluster.peers.counters.fallbacks + cluster.nodes[1].peers.counters.fallbacks == 2
-        await usable_again(cluster.peers, 1)
+        await lanes(cluster.peers)
         before = cluster.peers.counters.moved_bytes["verbs"]
         await cluster.write(Extent(2, 0), data, 2)
         assert cluster.peers.counters.moved_bytes["verbs"] == before + len(data)
@@ -284,45 +256,14 @@ async def test_a_broken_queue_pair_costs_no_operation_and_is_replaced(
         assert not list((memory / str(node) / "incoming").iterdir())
 
 
-async def usable_again(peers: Peers, node: int, count: int = 1) -> None:
-    """Until so many pairs of rails to a node work."""
-    each = peers.device(node).way(VerbsWay).lanes
-    assert each is not None
-    await until(lambda: len(each.usable) == count)
-
-
-def broken_while_posting(monkeypatch: pytest.MonkeyPatch, batch: int) -> list[QueuePair]:
-    """The first queue pair that has posted so many batches from now on is broken by hardware, as it were;
-    it is in the list then."""
-    posted: dict[QueuePair, int] = {}
-    broken: list[QueuePair] = []
-    post = QueuePair._post
-
-    def breaking(self: QueuePair, requests: list[Any]) -> Any:
-        result = post(self, requests)
-        posted[self] = posted.get(self, 0) + 1
-        if posted[self] == batch and not broken:
-            broken.append(self)
-            library = self._library
-            attributes = library.QPAttr(qp_state=library.enum("QPS_ERR"))
-            self._pair.modify(attributes, library.enum("QP_STATE"))
-        return result
-
-    monkeypatch.setattr(QueuePair, "_post", breaking)
-    return broken
-
-
 async def test_a_writer_that_dies_leaves_nothing_on_the_node(memory: Path) -> None:
     async with on_adapter(memory, 1) as cluster:
         service = cluster.service(1)
         async with mounted(memory, timeout_s=TIMEOUT_S, rdma=cluster.rdma) as dying:
-            way = dying.device(1).way(VerbsWay)
-            assert await way.reach() is not None
-            each = way.lanes
-            assert each is not None
-            path = each._lanes[0].path
-            assert path is not None
-            exposed = await path._ask(Reserve(Extent(1, 0), Target(1, 1, ()), 8 * MiB, MiB, 0))
+            path = await only_path(dying)
+            exposed = await path.control.ask(
+                Reserve(Extent(1, 0), Target(1, 1, ()), 8 * MiB, MiB, 0), Exposed
+            )
             assert exposed.wanted
             assert service.leftovers
         await until(lambda: not service.leftovers)
@@ -475,3 +416,45 @@ async def test_everything_that_waits_is_told_why_a_queue_pair_failed(
             for _ in range(2):
                 with pytest.raises(Broken, match="REM_"):
                     await ends.here.write([piece] * 200)
+
+
+class Gone:
+    """An object of a device that is gone: that it cannot be closed is all that is told."""
+
+    def __init__(self, made: Any, library: Library) -> None:
+        self._made = made
+        self._library = library
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._made, name)
+
+    def close(self) -> None:
+        self._made.close()
+        raise self._library.errors._kind("Failed to destroy it")
+
+
+async def test_a_queue_pair_of_a_device_that_is_gone_ends_whatever_waits_for_it(
+    two_files: tuple[int, int],
+) -> None:
+    async with with_ends() as ends:
+        library, regions = ends.adapter.library, ends.adapter.regions
+        async with (
+            registered(regions, two_files[0]) as mine,
+            registered(regions, two_files[1]) as yours,
+        ):
+            window = await ends.there.grant(yours, 0, MiB, writable=True)
+            piece = Piece(mine.address(0), MiB, mine.key, window.address, window.key)
+            window._handle = Gone(window._handle, library)
+            ends.there._pair = Gone(ends.there._pair, library)
+            ends.here._pair = Gone(ends.here._pair, library)
+            async with trio.open_nursery() as nursery:
+
+                async def write() -> None:
+                    with pytest.raises(Broken):
+                        await ends.here.write([piece] * 64)
+
+                nursery.start_soon(write)
+                await trio.testing.wait_all_tasks_blocked()
+                ends.here.close()
+                ends.there.close()
+            assert not ends.there.windows

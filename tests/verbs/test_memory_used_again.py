@@ -9,15 +9,16 @@ from pathlib import Path
 
 import pytest
 import trio
+from harness.closing import descriptor
 from harness.clusters import Cluster, ClusterMount, counters
-from harness.rdma import need_address, registered
+from harness.rdma import registered
 from harness.transport_nodes import Node, Yes, serving
-from harness.transport_place import MiB, mounted
+from harness.transport_place import MiB, Place, mounted
+from harness.verbs_place import need_rail, only_path
 
 from irdmafs.backend.node.files import Files, Held, Incoming
-from irdmafs.backend.transport import Extent, FileRange, Target
+from irdmafs.backend.transport import Extent, Target
 from irdmafs.backend.transport.peers import Peers
-from irdmafs.backend.transport.verbs import devices
 from irdmafs.backend.transport.verbs import way as way_module
 from irdmafs.backend.transport.verbs.messages import Expose, Exposed, Release, Reserve
 from irdmafs.backend.transport.verbs.path import Path as VerbsPath
@@ -106,30 +107,22 @@ class Nodes:
     """Two nodes in this process, and two mounts that ask them: one by verbs, one over TCP."""
 
     def __init__(
-        self, memory: Path, nodes: list[Node], rdma: Rdma, mounts: list[Peers], gone: set[int]
+        self, memory: Path, nodes: dict[int, Node], rdma: Rdma, mounts: list[Peers], gone: set[int]
     ) -> None:
-        self.files: list[Files] = [node.service.files for node in nodes]
-        self.listeners = [node.listener for node in nodes]
+        self.files: list[Files] = [node.service.files for node in nodes.values()]
         self.rdma = rdma
         # Sessions that the nodes know to be over.
         self.gone = gone
-        self.verbs, self.tcp = mounts
-        self.source = os.open(memory / "source", os.O_RDWR | os.O_CREAT)
-        self.target = os.open(memory / "target", os.O_RDWR | os.O_CREAT)
-        os.posix_fallocate(self.target, 0, MiB)
+        self.verbs, self.tcp = (Place(memory, mount, nodes) for mount in mounts)
 
-    async def write(self, number: int, mount: Peers | None = None) -> bytes:
+    async def write(self, number: int, by: Place | None = None) -> bytes:
         """Down the chain. Returns what was written."""
         data = random.Random(number).randbytes(MiB)
-        os.pwrite(self.source, data, 0)
-        device, whole = (mount or self.verbs).device(1), FileRange(self.source, 0, MiB)
-        await device.write(Extent(number, 0), Target(1, 1, (2,)), whole)
+        await (by or self.verbs).write(Extent(number, 0), data, 2)
         return data
 
-    async def read(self, number: int, node: int = 1, mount: Peers | None = None) -> bytes:
-        device = (mount or self.verbs).device(node)
-        await device.read(Extent(number, 0), 0, FileRange(self.target, 0, MiB))
-        return os.pread(self.target, MiB, 0)
+    async def read(self, number: int, node: int = 1, by: Place | None = None) -> bytes:
+        return await (by or self.verbs).read(node, Extent(number, 0), 0, MiB)
 
     def free(self, number: int) -> None:
         for files in self.files:
@@ -146,30 +139,26 @@ class Nodes:
 @asynccontextmanager
 async def with_nodes(memory: Path) -> AsyncIterator[Nodes]:
     async with AsyncExitStack() as stack:
-        address = need_address()
-        device = devices.choose(devices.find(), address).device
+        address, device = need_rail()
         rdma = stack.enter_context(Rdma(Choice(device=device)))
-        served: list[Node] = []
+        served: dict[int, Node] = {}
         gone: set[int] = set()
         for node in (1, 2):
             service = FilesService(memory / str(node), node, rdma)
             stack.enter_context(service.files)
-            served.append(await stack.enter_async_context(
+            served[node] = await stack.enter_async_context(
                 serving(
                     memory, node, address, service=service, timeout_s=TIMEOUT_S, rdma=rdma,
                     is_gone=lambda peer: peer.session in gone,
                 )
-            ))  # fmt: skip
+            )  # fmt: skip
         mounts = [
             await stack.enter_async_context(
                 mounted(memory, timeout_s=TIMEOUT_S, rdma=each, session=lambda: SESSION)
             )
             for each in (rdma, None)
         ]
-        nodes = Nodes(memory, served, rdma, mounts, gone)
-        yield nodes
-        os.close(nodes.source)
-        os.close(nodes.target)
+        yield Nodes(memory, served, rdma, mounts, gone)
 
 
 async def test_in_steady_state_nodes_make_no_file_and_register_nothing(memory: Path) -> None:
@@ -199,25 +188,19 @@ async def test_what_a_node_has_sent_over_tcp_is_not_used_again(memory: Path, mov
         assert nodes.reused == [0, 1]
 
 
-async def path_to_first(nodes: Nodes) -> VerbsPath:
-    way = nodes.verbs.device(1).way(VerbsWay)
-    assert await way.reach() is not None
-    assert way.lanes is not None
-    (lane,) = way.lanes._lanes
-    assert lane.path is not None
-    return lane.path
-
-
 async def path_to_first_again(nodes: Nodes) -> None:
-    while await nodes.verbs.device(1).way(VerbsWay).reach() is None:
+    while await nodes.verbs.peers.device(1).way(VerbsWay).reach() is None:
         await trio.sleep(0.05)
 
 
-async def read_window(nodes: Nodes, path: VerbsPath, exposed: Exposed) -> bytes:
+async def read_window(path: VerbsPath, exposed: Exposed) -> bytes:
     regions = path.adapter.regions
-    async with registered(regions, nodes.target) as mine:
-        await path.pair.read([Piece(mine.address(0), MiB, mine.key, exposed.address, exposed.key)])
-    return os.pread(nodes.target, MiB, 0)
+    piece = exposed.address, exposed.key
+    with descriptor(os.memfd_create("target")) as target:
+        os.posix_fallocate(target, 0, MiB)
+        async with registered(regions, target) as mine:
+            await path.pair.read([Piece(mine.address(0), MiB, mine.key, *piece)])
+        return os.pread(target, MiB, 0)
 
 
 async def test_who_has_a_window_reads_what_was_there_when_the_version_is_superseded(
@@ -225,14 +208,14 @@ async def test_who_has_a_window_reads_what_was_there_when_the_version_is_superse
 ) -> None:
     async with with_nodes(memory) as nodes:
         data = await nodes.write(1)
-        path = await path_to_first(nodes)
-        exposed = await path._ask(Expose(Extent(1, 0), 0, MiB))
+        path = await only_path(nodes.verbs.peers)
+        exposed = await path.control.ask(Expose(Extent(1, 0), 0, MiB), Exposed)
         nodes.free(1)
         await nodes.write(2)
         assert nodes.reused == [0, 1]
-        assert await read_window(nodes, path, exposed) == data
+        assert await read_window(path, exposed) == data
         path.control.say_later(Release(exposed.handle))
-        await nodes.verbs.ping(1)
+        await nodes.verbs.peers.ping(1)
         nodes.free(2)
         await nodes.write(3)
         assert nodes.reused == [1, 2]
@@ -244,23 +227,25 @@ async def test_what_a_peer_was_given_ends_with_its_session(
     monkeypatch.setattr(way_module, "RETRY_S", 0.1)
     async with with_nodes(memory) as nodes:
         data = await nodes.write(1)
-        path = await path_to_first(nodes)
-        exposed = await path._ask(Expose(Extent(1, 0), 0, MiB))
-        reserved = await path._ask(Reserve(Extent(2, 0), Target(1, 1, ()), MiB, MiB, 0))
+        path = await only_path(nodes.verbs.peers)
+        exposed = await path.control.ask(Expose(Extent(1, 0), 0, MiB), Exposed)
+        reserved = await path.control.ask(
+            Reserve(Extent(2, 0), Target(1, 1, ()), MiB, MiB, 0), Exposed
+        )
         assert reserved.wanted
-        (listener, _) = nodes.listeners
+        listener = nodes.verbs.nodes[1].listener
         listener.end_rights(SESSION + 1)
-        assert await read_window(nodes, path, exposed) == data
+        assert await read_window(path, exposed) == data
         nodes.gone.add(SESSION)
         listener.end_rights()
         assert not nodes.incoming(1), "what it was writing is dropped"
         with pytest.raises(Broken):
-            await read_window(nodes, path, exposed)
+            await read_window(path, exposed)
         # It gets no other way in, until it has another session; TCP asks for no rights in memory.
-        moved = nodes.verbs.counters.moved_bytes["verbs"]
+        moved = nodes.verbs.peers.counters.moved_bytes["verbs"]
         assert await nodes.read(1) == data
-        assert nodes.verbs.counters.moved_bytes["verbs"] == moved
+        assert nodes.verbs.peers.counters.moved_bytes["verbs"] == moved
         nodes.gone.clear()
         await path_to_first_again(nodes)
         assert await nodes.read(1) == data
-        assert nodes.verbs.counters.moved_bytes["verbs"] == moved + MiB
+        assert nodes.verbs.peers.counters.moved_bytes["verbs"] == moved + MiB

@@ -37,8 +37,8 @@ def rail(
 
 
 def own(each: Rail, is_near: bool = True) -> OwnRail:
-    device, _, port = each.name.partition("/")
-    return OwnRail(each, Route(device, int(port), Gid(0, each.gid, each.kind, ""), 0), is_near)
+    there = device("a", ("10.1.0.1", V2))
+    return OwnRail(each, Route(there, there.ports[0], there.ports[0].gids[0]), is_near)
 
 
 def names(here: list[OwnRail], there: list[Rail]) -> list[tuple[str, str]]:

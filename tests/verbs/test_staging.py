@@ -14,18 +14,17 @@ import trio
 import trio.testing
 from harness.clusters import Cluster, train
 from harness.errors import fails_with
-from harness.rdma import need_address
 from harness.roce import find_ways
-from harness.transport_place import KiB, MiB, in_cluster, mounted, random_bytes
+from harness.transport_place import KiB, MiB, mounted, random_bytes
+from harness.verbs_place import VerbsPlace, by_verbs
 
 from irdmafs.backend.files import digest as digest_module
 from irdmafs.backend.files.digest import Stripe, digest_of_bytes
 from irdmafs.backend.transport import Extent, FileRange, Memory, Target
 from irdmafs.backend.transport.peers import Peers
-from irdmafs.backend.transport.verbs import devices
 from irdmafs.backend.transport.verbs import regions as regions_module
 from irdmafs.backend.transport.verbs import staging as staging_module
-from irdmafs.backend.transport.verbs.rdma import Adapter, Choice, Rdma
+from irdmafs.backend.transport.verbs.rdma import Choice
 
 pytestmark = pytest.mark.verbs
 
@@ -36,56 +35,13 @@ NOWHERE = Target(1, 1, ())
 SMALL = Choice(threshold_bytes=1, limit_bytes=2 * MiB)
 
 
-class Worker:
-    """A mount's end of the transport, with adapters of its own, and files in memory."""
-
-    def __init__(self, memory: Path, peers: Peers, rdma: Rdma) -> None:
-        self.memory = memory
-        self.peers = peers
-        self.device = peers.device(1)
-        self.rdma = rdma
-        self._files = 0
-
-    @property
-    def adapter(self) -> Adapter:
-        (adapter,) = self.rdma.adapters
-        return adapter
-
-    def file(self, data: bytes = b"") -> int:
-        """A new one."""
-        self._files += 1
-        fd = os.open(self.memory / f"file{self._files}", os.O_RDWR | os.O_CREAT)
-        os.write(fd, data)
-        return fd
-
-    async def write(self, number: int, data: bytes) -> None:
-        fd = self.file(b"before" + data)
-        await self.device.write(Extent(number, 0), NOWHERE, FileRange(fd, 6, len(data)))
-        os.close(fd)
-
-    async def read(self, number: int, length: int) -> bytes:
-        fd = self.file(b"first")
-        await self.device.read(Extent(number, 0), 0, FileRange(fd, 5, length))
-        data = os.pread(fd, length + 6, 0)
-        os.close(fd)
-        assert data[:5] == b"first"
-        return data[5:]
-
-
 @asynccontextmanager
-async def with_worker(memory: Path, choice: Choice = SMALL) -> AsyncIterator[Worker]:
+async def with_worker(memory: Path, choice: Choice = SMALL) -> AsyncIterator[VerbsPlace]:
     """`choice` is the worker's."""
-    address = need_address()
-    device = devices.choose(devices.find(), address).device
-    of_node, of_worker = Choice(device=device), choice._replace(device=device)
-    with Rdma(of_node) as node_rdma, Rdma(of_worker) as rdma:
-        async with in_cluster(
-            memory, 1, address, timeout_s=TIMEOUT_S, rdma=node_rdma, mount={"rdma": rdma}
-        ) as place:
-            worker = Worker(memory, place.peers, rdma)
-            yield worker
-            for adapter in rdma.adapters:
-                assert len(adapter.staging.free) == len(adapter.staging.slots)
+    async with by_verbs(memory, 1, choice, of_nodes=Choice(), timeout_s=TIMEOUT_S) as worker:
+        yield worker
+        for adapter in worker.rdma.adapters:
+            assert len(adapter.staging.free) == len(adapter.staging.slots)
 
 
 @pytest.mark.parametrize("processors", [1, 2])
@@ -97,17 +53,17 @@ async def test_bytes_arrive_as_they_were_and_no_file_is_registered(
     monkeypatch.setattr(staging_module, "_processors", lambda: processors)
     async with with_worker(memory) as worker:
         for number in range(1, 4):
-            await worker.write(number, data)
-            assert await worker.read(number, length) == data
+            await worker.write(Extent(number, 0), data)
+            assert await worker.read(1, Extent(number, 0), 0, length) == data
         assert worker.adapter.regions.registrations == 1
         assert worker.adapter.staging.staged_bytes == 6 * length
         assert worker.peers.counters.moved_bytes["verbs"] == 6 * length
         assert worker.peers.counters.message_bytes == 0
 
 
-async def read_lent(worker: Worker, fd: int, length: int, memory: Memory = Memory.LENT) -> bytes:
+async def read_lent(peers: Peers, fd: int, length: int, memory: Memory = Memory.LENT) -> bytes:
     """Extent 1, into memory."""
-    await worker.device.read(Extent(1, 0), 0, FileRange(fd, 0, length, memory))
+    await peers.device(1).read(Extent(1, 0), 0, FileRange(fd, 0, length, memory))
     return os.pread(fd, length, 0)
 
 
@@ -125,38 +81,40 @@ async def test_memory_that_is_lent_is_registered_once(
     monkeypatch.setattr(regions_module, "LENT_BLOCK_BYTES", block_bytes)
     blocks = -(-MiB // block_bytes)
     async with with_worker(memory, SMALL._replace(limit_bytes=8 * MiB)) as worker:
-        await worker.write(1, data)
+        await worker.write(Extent(1, 0), data)
         regions, staging = worker.adapter.regions, worker.adapter.staging
         before, staged_bytes = regions.registrations, staging.staged_bytes
         fd = lent(3 * MiB)
         for length in (MiB, 10, 500 * KiB):
             os.pwrite(fd, bytes(MiB), 0)
-            assert await read_lent(worker, fd, length) == data[:length]
+            assert await read_lent(worker.peers, fd, length) == data[:length]
         assert regions.registrations == before + blocks
         at = 2 * MiB + 77  # across two small blocks
-        await worker.device.read(Extent(1, 0), 7, FileRange(fd, at, 256 * KiB, Memory.LENT))
+        await worker.peers.device(1).read(
+            Extent(1, 0), 7, FileRange(fd, at, 256 * KiB, Memory.LENT)
+        )
         assert os.pread(fd, 256 * KiB + 2, at - 1) == b"\0" + data[7 : 256 * KiB + 7] + b"\0"
         registrations = regions.registrations
         assert registrations == before + (1 if block_bytes > 3 * MiB else blocks + 2)
         assert staging.staged_bytes == staged_bytes
         regions.drop_orphans()  # it has no name, but a lender
-        assert await read_lent(worker, fd, 10) == data[:10]
+        assert await read_lent(worker.peers, fd, 10) == data[:10]
         assert regions.registrations == registrations
         pinned = regions.pinned_bytes
         status = os.fstat(fd)
         regions.forget((status.st_dev, status.st_ino))
         assert regions.pinned_bytes == pinned - min(3 * MiB, (registrations - before) * block_bytes)
-        assert await read_lent(worker, fd, MiB) == data
+        assert await read_lent(worker.peers, fd, MiB) == data
         os.close(fd)
 
 
 async def test_memory_that_cannot_be_registered_is_filled_by_memory_that_is(memory: Path) -> None:
     data = random_bytes(MiB)
     async with with_worker(memory) as worker:
-        await worker.write(1, data)
+        await worker.write(Extent(1, 0), data)
         staged_bytes = worker.adapter.staging.staged_bytes
         fd = lent(3 * MiB)  # more than may be registered
-        assert await read_lent(worker, fd, MiB) == data
+        assert await read_lent(worker.peers, fd, MiB) == data
         assert worker.adapter.staging.staged_bytes == staged_bytes + MiB
         assert worker.peers.counters.fallbacks == 0
         os.close(fd)
@@ -166,10 +124,10 @@ async def test_a_device_is_never_reached_over_tcp(memory: Path) -> None:
     """Whatever is in the way: its memory is no file, where bytes could be put."""
     data = random_bytes(MiB)
     async with with_worker(memory) as worker:
-        await worker.write(1, data)
+        await worker.write(Extent(1, 0), data)
         fd = lent(MiB)
         async with mounted(memory, timeout_s=TIMEOUT_S) as without:
-            for each in worker, Worker(memory, without, worker.rdma):
+            for each in worker.peers, without:
                 with fails_with(errno.EOPNOTSUPP):
                     await read_lent(each, fd, MiB, Memory.DEVICE)
         assert os.pread(fd, MiB, 0) == bytes(MiB)
@@ -182,8 +140,8 @@ async def test_many_transfers_share_few_slots(memory: Path) -> None:
 
         async def there_and_back(number: int) -> None:
             data = random.Random(number).randbytes(2 * MiB + number)
-            await worker.write(number, data)
-            assert await worker.read(number, len(data)) == data
+            await worker.write(Extent(number, 0), data)
+            assert await worker.read(1, Extent(number, 0), 0, len(data)) == data
 
         async with trio.open_nursery() as nursery:
             for number in range(1, 7):
@@ -207,13 +165,13 @@ async def test_a_transfer_that_stalls_leaves_slots_to_others(
         monkeypatch.setattr(staging_module, "_processors", lambda: 2)
         monkeypatch.setattr(staging_module, "_read_file", stalled_copy)
         async with trio.open_nursery() as nursery:
-            nursery.start_soon(worker.write, 1, data)
+            nursery.start_soon(worker.write, Extent(1, 0), data)
             try:
-                await worker.write(2, data[: 64 * KiB])
+                await worker.write(Extent(2, 0), data[: 64 * KiB])
             finally:
                 go_on.set()
-        assert await worker.read(1, len(data)) == data
-        assert await worker.read(2, 64 * KiB) == data[: 64 * KiB]
+        assert await worker.read(1, Extent(1, 0), 0, len(data)) == data
+        assert await worker.read(1, Extent(2, 0), 0, 64 * KiB) == data[: 64 * KiB]
 
 
 @pytest.mark.parametrize("length", [256 * KiB, 9 * MiB + 77])
@@ -226,9 +184,11 @@ async def test_what_is_written_is_hashed_as_it_passes(
         pytest.fail("the file is read a second time")
 
     async with with_worker(memory, Choice()) as worker:
-        fd = worker.file(data)
+        fd = worker.file("file", data)
         found = Stripe(fd, 0, length)
-        await worker.device.write(Extent(1, 0), NOWHERE, FileRange(fd, 0, length), found.landed)
+        await worker.peers.device(1).write(
+            Extent(1, 0), NOWHERE, FileRange(fd, 0, length), found.landed
+        )
         with monkeypatch.context() as patch:
             patch.setattr(digest_module, "_hash", read_again)
             assert await found.finish() == digest_of_bytes(data)
@@ -239,21 +199,21 @@ async def test_what_is_written_is_hashed_as_it_passes(
 async def test_where_no_memory_may_be_registered_tcp_moves_the_bytes(memory: Path) -> None:
     data = random_bytes(MiB)
     async with with_worker(memory, Choice(limit_bytes=MiB)) as worker:
-        await worker.write(1, data)
-        assert await worker.read(1, MiB) == data
+        await worker.write(Extent(1, 0), data)
+        assert await worker.read(1, Extent(1, 0), 0, MiB) == data
         assert worker.peers.counters.fallbacks == 2
         assert worker.peers.counters.moved_bytes["verbs"] == 0
 
 
 async def test_an_error_of_the_file_is_the_callers(memory: Path) -> None:
     async with with_worker(memory) as worker:
-        await worker.write(1, bytes(MiB))
-        fd = worker.file(bytes(MiB))
+        await worker.write(Extent(1, 0), bytes(MiB))
+        fd = worker.file("file", bytes(MiB))
         read_only = os.open(f"/proc/self/fd/{fd}", os.O_RDONLY)
         with fails_with(errno.EBADF):
-            await worker.device.read(Extent(1, 0), 0, FileRange(read_only, 0, MiB))
+            await worker.peers.device(1).read(Extent(1, 0), 0, FileRange(read_only, 0, MiB))
         with fails_with(errno.EIO):
-            await worker.device.write(Extent(2, 0), NOWHERE, FileRange(fd, 0, 2 * MiB))
+            await worker.peers.device(1).write(Extent(2, 0), NOWHERE, FileRange(fd, 0, 2 * MiB))
         assert worker.peers.counters.fallbacks == 0
         os.close(read_only)
         os.close(fd)
@@ -275,7 +235,7 @@ async def test_a_slot_is_used_again_only_when_its_copy_has_ended(
 
     async with with_worker(memory) as worker:
         data = random_bytes(MiB)
-        await worker.write(1, data)
+        await worker.write(Extent(1, 0), data)
         staging = worker.adapter.staging
         monkeypatch.setattr(staging_module, "_processors", lambda: 2)
         monkeypatch.setattr(staging_module, "_ALL_AT_ONCE_BYTES", 0)
@@ -283,9 +243,9 @@ async def test_a_slot_is_used_again_only_when_its_copy_has_ended(
         monkeypatch.setattr(staging_module, name, slow_copy)
         async with trio.open_nursery() as nursery:
             if operation == "read":
-                nursery.start_soon(worker.read, 1, MiB)
+                nursery.start_soon(worker.read, 1, Extent(1, 0), 0, MiB)
             else:
-                nursery.start_soon(worker.write, 2, data)
+                nursery.start_soon(worker.write, Extent(2, 0), data)
             await trio.to_thread.run_sync(copying.wait)
             nursery.cancel_scope.cancel()
             with trio.CancelScope(shield=True):
@@ -294,7 +254,7 @@ async def test_a_slot_is_used_again_only_when_its_copy_has_ended(
                 go_on.set()
         assert len(staging.free) == len(staging.slots)
         monkeypatch.undo()
-        assert await worker.read(1, MiB) == data
+        assert await worker.read(1, Extent(1, 0), 0, MiB) == data
 
 
 def test_a_training_loop_registers_nothing_and_no_parameter_byte_is_in_python(

@@ -10,6 +10,7 @@ import struct
 import time
 from collections.abc import Callable
 from contextlib import suppress
+from typing import TypeVar
 
 import trio
 
@@ -24,13 +25,13 @@ from ..mover import Host
 from . import wire
 from .authentication import CODE_BYTES, Authentication, ByteCode, Forged
 
+T = TypeVar("T")
+
 # A blocking call returns at least this often, so that a thread notices that it must stop.
 TICK_S = 0.25
 # How often a sender, at most, checks for a reply.
 _LOOK_EVERY_S = 0.02
 _DRAIN_S = 1.0
-# A header of one range has some 60 bytes.
-_SHORT_BYTES = 512
 # How many times, within its patience, a node tells a caller that it is alive.
 _SIGNS_OF_LIFE = 15
 _TIMEVAL = struct.Struct("@ll")
@@ -81,7 +82,8 @@ class Channel:
         self.clean = True
         self.was_idle = False
         self.idle_since = time.monotonic()
-        self._reply = bytearray()
+        # What was received of the next message.
+        self._message = bytearray()
         self._said = 0.0
         self._looked = 0.0
         sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
@@ -123,28 +125,7 @@ class Channel:
         """Return whether there are received bytes that the kernel does not have."""
         return False
 
-    # -- messages to the node --------------------------------------------------------------------
-
-    def header_if_there(self) -> wire.Header | None:
-        """Return the header of a request, if all of it was received already. Raises BadMessage."""
-        try:
-            data = self.sock.recv(_SHORT_BYTES, socket.MSG_PEEK | socket.MSG_DONTWAIT)
-            end = LENGTH_BYTES + int.from_bytes(data[:LENGTH_BYTES], "big") + CODE_BYTES
-            if len(data) >= end:
-                self.sock.recv(end, socket.MSG_DONTWAIT)
-                return wire.decode_header(self.checked(data[LENGTH_BYTES:end]))
-        except OSError as error:
-            raise _socket_failure(error) from None
-        if not data:
-            raise Lost("the peer closed the connection")
-        return None
-
-    def receive_header(self, limit_s: float) -> wire.Header:
-        """Receive the header of a request. Raises BadMessage."""
-        length = int.from_bytes(self.receive_exactly(LENGTH_BYTES, limit_s), "big")
-        if length > wire.MESSAGE_BYTES_MAX:
-            raise BadMessage(f"a header of {length} bytes")
-        return wire.decode_header(self.checked(self.receive_exactly(length + CODE_BYTES, limit_s)))
+    # -- messages --------------------------------------------------------------------------------
 
     def say(self, message: wire.Header | wire.Reply) -> None:
         """Send a message, with its length and its code."""
@@ -160,6 +141,43 @@ class Channel:
         message = bytes(data[:-CODE_BYTES])
         self.authentication.check(message, bytes(data[-CODE_BYTES:]))
         return message
+
+    def next_message(self, decode: Callable[[bytes], T], *, wait: bool) -> T | None:
+        """Return the next message, decoded; None if it has not come, or does not come within a tick where
+        this may `wait`. Raises BadMessage."""
+        buffer = self._message
+        while True:
+            needed = LENGTH_BYTES + wire.MESSAGE_BYTES_MIN + CODE_BYTES
+            if len(buffer) >= needed:
+                length = int.from_bytes(buffer[:LENGTH_BYTES], "big")
+                if not wire.MESSAGE_BYTES_MIN <= length <= wire.MESSAGE_BYTES_MAX:
+                    raise BadMessage(f"a message of {length} bytes")
+                needed = LENGTH_BYTES + length + CODE_BYTES
+                if len(buffer) == needed:
+                    message = self.checked(buffer[LENGTH_BYTES:])
+                    buffer.clear()
+                    return decode(message)
+            more = bytearray(needed - len(buffer))
+            try:
+                with memoryview(more) as view:
+                    buffer += view[: self.receive(view, wait)]
+            except BlockingIOError:
+                return None
+
+    def reply_meanwhile(self) -> wire.Reply | None:
+        """Return a reply that came while this end is sending. It is checked for periodically only, as each
+        check costs a thread as much as sending a piece. Raises BadMessage."""
+        now = time.monotonic()
+        if now < self._looked + _LOOK_EVERY_S:
+            return None
+        self._looked = now
+        return self.next_message(wire.decode_reply, wait=False)
+
+    def say_working(self) -> None:
+        """Tell the caller that this node is alive, if the last time was long ago."""
+        if time.monotonic() - self._said >= self.patience_s / _SIGNS_OF_LIFE:
+            self._said = time.monotonic()
+            self.say(wire.Reply(wire.ReplyKind.WORKING))
 
     # -- plain bytes -----------------------------------------------------------------------------
 
@@ -180,8 +198,8 @@ class Channel:
         except OSError as error:
             raise _socket_failure(error) from None
 
-    def receive_exactly(self, count: int, limit_s: float | None = None) -> bytes:
-        """Receive a few bytes within the limit (None: the patience), and return them."""
+    def receive_exactly(self, count: int) -> bytes:
+        """Receive a few bytes, and return them."""
         began = time.monotonic()
         buffer = bytearray(count)
         done = 0
@@ -192,7 +210,7 @@ class Channel:
                         done += self.receive(rest)
                 except BlockingIOError:
                     pass
-                check_progress(began, limit_s or self.patience_s)
+                check_progress(began, self.patience_s)
         return bytes(buffer)
 
     def send_all(self, data: bytes) -> None:
@@ -224,51 +242,12 @@ class Channel:
     def end_receiving(self) -> None:
         """Finish receiving: the bytes of a request may be used only if this does not raise Forged."""
 
-    # -- replies ---------------------------------------------------------------------------------
-
-    def reply_meanwhile(self) -> wire.Reply | None:
-        """Return a reply that came while this end is sending. It is checked for periodically only, as each
-        check costs a thread as much as sending a piece. Raises BadMessage."""
-        now = time.monotonic()
-        if now < self._looked + _LOOK_EVERY_S:
-            return None
-        self._looked = now
-        return self.next_reply(wait=False)
-
-    def next_reply(self, wait: bool) -> wire.Reply | None:
-        """Return a reply, if there is one or it comes within a tick. Raises BadMessage."""
-        buffer = self._reply
-        while True:
-            needed = LENGTH_BYTES + wire.REPLY_BYTES_MIN + CODE_BYTES
-            if len(buffer) >= needed:
-                length = int.from_bytes(buffer[:LENGTH_BYTES], "big")
-                if not wire.REPLY_BYTES_MIN <= length <= wire.MESSAGE_BYTES_MAX:
-                    raise BadMessage(f"a reply of {length} bytes")
-                needed = LENGTH_BYTES + length + CODE_BYTES
-                if len(buffer) == needed:
-                    message = self.checked(buffer[LENGTH_BYTES:])
-                    buffer.clear()
-                    return wire.decode_reply(message)
-            more = bytearray(needed - len(buffer))
-            try:
-                with memoryview(more) as view:
-                    buffer += view[: self.receive(view, wait)]
-            except BlockingIOError:
-                return None
-
-    def reply(self, reply: wire.Reply) -> None:
-        self.say(reply)
-        self._said = time.monotonic()
-
-    def say_working(self) -> None:
-        """Tell the caller that this node is alive, if the last time was long ago."""
-        if time.monotonic() - self._said >= self.patience_s / _SIGNS_OF_LIFE:
-            self.reply(wire.Reply(wire.ReplyKind.WORKING))
+    # -- the end of a request --------------------------------------------------------------------
 
     def conclude(self, reply: wire.Reply) -> None:
         """Send the last reply to a request. A peer that still sends is told that the connection will be
         closed, and receives the reply before."""
-        self.reply(reply._replace(closing=not self.clean))
+        self.say(reply._replace(closing=not self.clean))
         if not self.clean:
             self._drain()
 
@@ -285,10 +264,8 @@ class AuthenticatedChannel(Channel):
     """A channel with a code after all bytes of a request: they are sent from a buffer, so that the code is
     of the bytes that were sent, even if the file changes meanwhile."""
 
-    def __init__(self, sock: socket.socket, timeout_s: float, *, listens: bool) -> None:
-        super().__init__(sock, timeout_s, listens=listens)
-        self._sending: ByteCode | None = None
-        self._receiving: ByteCode | None = None
+    _sending: ByteCode | None = None
+    _receiving: ByteCode | None = None
 
     def send_file(self, fd: int, offset: int, count: int, passed: Landed = nothing_landed) -> int:
         if self._sending is None:
@@ -346,9 +323,6 @@ class EncryptedChannel(Channel):
 
     def has_input(self) -> bool:
         return self.sock.pending() > 0
-
-    def header_if_there(self) -> wire.Header | None:
-        return None
 
     def receive(self, view: memoryview, wait: bool = True) -> int:
         self.sock.settimeout(TICK_S if wait else 0)

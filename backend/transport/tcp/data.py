@@ -11,33 +11,32 @@ once more to those that lack it, this node has it already.
 
 import bisect
 import errno
-import logging
 import math
 import os
+import queue
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from functools import partial
 from operator import itemgetter
-from typing import Any
+from typing import Any, TypeVar
 
 import trio
 
 from ...observe import logs
-from ...unwrap import only_error
+from ...unwrap import background
 from .. import Extent, Unreachable
 from ..frames import BadMessage
-from ..messages import failure_of
 from ..mover import Host
-from ..rights import Peer, tell_of_denial
+from ..rights import Peer
 from ..service import Incoming, Service, begin, check_right
 from .channel import Channel, Lost
 from .streams import PIECE_BYTES_MAX, end_sending, piece_bytes, receive_ranges, send_range
 from .threads import Promise, in_threads
 from .way import TcpWay
-from .wire import RIGHTS, Header, Op, Ranges, Reply, ReplyKind
+from .wire import RIGHTS, Header, Op, Ranges, Reply, ReplyKind, decode_header
 
-log = logging.getLogger(__name__)
+T = TypeVar("T")
 
 # A thread serves one stream of a transfer; idle connections have none. Every transfer under way must
 # get its threads, or chains that cross would wait for each other.
@@ -55,25 +54,19 @@ class Onward:
     def __init__(self, header: Header) -> None:
         self.node, target = header.target.onward()
         self._header = header._replace(target=target)
-        self._changed = threading.Condition()
-        self._fd = -1
-        self._offered = 0
-        self._is_given_up = False
+        # The file, and how many more bytes are in it; at the end 0.
+        self._offers: queue.SimpleQueue[tuple[int, int]] = queue.SimpleQueue()
         self.sent = Promise()
         self.sent_bytes = 0
 
     def offer(self, fd: int, count: int) -> None:
         """Note that `count` more bytes are in the file, which stays open until `send` has returned."""
-        with self._changed:
-            self._fd = fd
-            self._offered += count
-            self._changed.notify()
+        if count:
+            self._offers.put((fd, count))
 
     def give_up(self) -> None:
         """Note that no more bytes will be received; `send` ends soon."""
-        with self._changed:
-            self._is_given_up = True
-            self._changed.notify()
+        self._offers.put((-1, 0))
 
     def send(self, channel: Channel) -> None:
         """Send the bytes that are offered, until the next node has acknowledged or failed. Raises its
@@ -86,25 +79,22 @@ class Onward:
     def _send(self, channel: Channel) -> Reply:
         channel.clean = False
         channel.say(self._header)
+        fd, offered = -1, 0
         for start, length in self._header.ranges:
             end = start + length
             while start < end:
-                count = min(self._wait_for_more(), end - start)
-                reply = send_range(channel, self._fd, start, count)
+                if not offered:
+                    fd, offered = self._offers.get()
+                    if not offered:
+                        raise Lost("the sender is gone")
+                count = min(offered, end - start)
+                reply = send_range(channel, fd, start, count)
                 if reply is not None:
                     return reply
                 self.sent_bytes += count
                 start += count
+                offered -= count
         return end_sending(channel)
-
-    def _wait_for_more(self) -> int:
-        """Return how many bytes were offered and not sent yet. Raises Lost."""
-        with self._changed:
-            while self._offered == self.sent_bytes and not self._is_given_up:
-                self._changed.wait()
-            if self._is_given_up:
-                raise Lost("the sender is gone")
-            return self._offered - self.sent_bytes
 
 
 class Receiving:
@@ -123,12 +113,12 @@ class Receiving:
         self._fd = -1
         self._is_here_already = False
         self._service = service
-        # Bytes that no stream has announced yet, and that are not in the file yet.
-        self._unannounced = self._missing = header.comes
+        self.received_bytes = 0
         self._progress_at = time.monotonic()
         self._token = trio.lowlevel.current_trio_token()
         self._lock = threading.Lock()
         self._channels: set[Channel] = set()
+        # What the streams bring, in order.
         self._ranges: list[tuple[int, int]] = []
         self._error: OSError | None = None
 
@@ -136,18 +126,15 @@ class Receiving:
         """Add a stream. Raises BadMessage if another stream brings some of its bytes, or if more bytes come
         than were announced: the last of them would be written to a sealed file."""
         with self._lock:
-            for start, length in ranges:
+            for start, length in filter(itemgetter(1), ranges):
                 at = bisect.bisect(self._ranges, (start, length))
                 before = sum(self._ranges[at - 1]) if at else 0
                 after = self._ranges[at][0] if at < len(self._ranges) else start + length
-                if length and not before <= start <= start + length <= after:
+                if not before <= start <= start + length <= after:
                     raise BadMessage("two streams bring the same bytes of an extent")
-            self._unannounced -= sum(map(itemgetter(1), ranges))
-            if self._unannounced < 0:
+                self._ranges.insert(at, (start, length))
+            if sum(map(itemgetter(1), self._ranges)) > self.header.comes:
                 raise BadMessage("more bytes of an extent come than were announced")
-            for each in ranges:
-                if each[1]:
-                    bisect.insort(self._ranges, each)
             self._channels.add(channel)
 
     def remove(self, channel: Channel) -> bool:
@@ -207,20 +194,18 @@ class Receiving:
 
     # -- in the thread of a stream ---------------------------------------------------------------
 
-    def take(self, channel: Channel, header: Header, onward: Onward | None) -> tuple[Reply, int]:
-        """Receive one stream of the extent, and offer it onward.
-
-        Returns the reply, and how many bytes were received; OK has been sent, FAILED has not. Raises Lost
-        if the sender is gone, BadMessage if it sends invalid bytes."""
+    def take(self, channel: Channel, header: Header, onward: Onward | None) -> None:
+        """Receive one stream of the extent, offer it onward, and acknowledge it. Raises Lost if the sender
+        is gone, BadMessage if it sends invalid bytes, and OSError, which it has to be told."""
         received = 0
 
         def landed(start: int, count: int, data: memoryview | None) -> None:
             nonlocal received
             received += count
             with self._lock:
-                self._missing -= count
+                self.received_bytes += count
                 self._progress_at = time.monotonic()
-                if not self._missing:
+                if self.received_bytes == header.comes:
                     self._token.run_sync_soon(self._complete.set)
             if onward is not None:
                 onward.offer(self._fd, count)
@@ -256,16 +241,14 @@ class Receiving:
                 onward.sent.wait(math.inf, channel.say_working)
         except OSError as error:
             self.fail(error)
-            channel.clean = received == length
-            return Reply(ReplyKind.FAILED, *failure_of(error, self._service.node)), received
+            raise
         except (Lost, BadMessage) as error:
             # The sender may still be there, and tries again if it gets this error on another stream.
             self.fail(Unreachable(self._service.node, f"a data connection was given up: {error}"))
             raise
-        channel.clean = received == length
-        reply = Reply(ReplyKind.OK)
-        channel.conclude(reply)
-        return reply, received
+        finally:
+            channel.clean = received == length
+        channel.conclude(Reply(ReplyKind.OK))
 
 
 class Data:
@@ -278,100 +261,74 @@ class Data:
 
     async def serve(self, channel: Channel, peer: Peer) -> bool:
         """Serve a request. Return whether the connection can be used again."""
-        header = channel.header_if_there()
+        header = channel.next_message(decode_header, wait=False)
         if header is None:
-            receive = partial(channel.receive_header, _HEADER_S)
-            (header,) = await in_threads([receive], channel.shutdown, self._places)
-        service, op, content = self._host.service, header.op.name.lower(), header.extent.content
-        self._host.counters.requests[op] += 1
+            with trio.fail_after(_HEADER_S):
+                while (header := channel.next_message(decode_header, wait=False)) is None:
+                    await trio.lowlevel.wait_readable(channel.sock)
+        host, op, extent = self._host, header.op.name.lower(), header.extent
+        host.counters.requests[op] += 1
         channel.clean = False
         with logs.request(header.trace):
             try:
-                await check_right(service, RIGHTS, peer, header.op, (content,))
-            except OSError as error:
-                if isinstance(error, PermissionError):
-                    self._host.counters.denied_requests += 1
-                    tell_of_denial(peer, error)
-                reply = Reply(ReplyKind.FAILED, *failure_of(error, service.node))
-                await self._conclude(channel, reply)
-            else:
+                await check_right(host.service, RIGHTS, peer, header.op, (extent.content,))
                 if header.op is Op.READ:
-                    reply = await self._give(channel, header)
+                    give = partial(self._give, channel, header)
+                    [sent] = await self._in_thread(channel, give)
+                    host.counters.sent_bytes += sent
                 else:
-                    reply = await self._take(channel, header)
-            if reply.kind is ReplyKind.FAILED:
-                self._host.counters.errors[errno.errorcode.get(reply.code, str(reply.code))] += 1
-                why = reply.text or os.strerror(reply.code)
-                log.info("%s: %s of extent %x.%x: %s", peer, op, *header.extent, why)
+                    await self._take(channel, header)
+            except OSError as error:
+                what = f"{op} of extent {extent.content:x}.{extent.stripe:x}"
+                reply = Reply(ReplyKind.FAILED, *host.failed(peer, what, error))
+                await self._in_thread(channel, partial(channel.conclude, reply))
         return channel.clean
 
-    async def _give(self, channel: Channel, header: Header) -> Reply:
-        work = partial(self._send_extent, channel, header)
-        ((reply, sent),) = await in_threads([work], channel.shutdown, self._places)
-        self._host.counters.sent_bytes += sent
-        return reply
+    def _in_thread(self, channel: Channel, work: Callable[[], T]) -> Awaitable[list[T]]:
+        return in_threads([work], channel.shutdown, self._places)
 
-    def _send_extent(self, channel: Channel, header: Header) -> tuple[Reply, int]:
+    def _give(self, channel: Channel, header: Header) -> int:
+        """Send a range of an extent, and return its length. Raises OSError, which the peer has to be told,
+        and Lost if the bytes cannot be had when some of them were sent."""
         ((start, length),) = header.ranges
-        fd = -1
-        sent = 0
+        channel.clean = True
+        fd = self._host.service.open(header.extent)
         try:
-            fd = self._host.service.open(header.extent)
             if start + length > os.fstat(fd).st_size:
                 raise OSError(errno.EINVAL, "the extent is shorter than what is asked for")
-            reply = Reply(ReplyKind.OK)
-            channel.reply(reply)
+            channel.clean = False
+            channel.say(Reply(ReplyKind.OK))
             if send_range(channel, fd, start, length) is not None:
                 raise BadMessage("it replies to what it receives")
             channel.end_sending()
-            sent = length
         except OSError as error:
-            if sent:
+            if channel.clean:
                 raise
-            reply = Reply(ReplyKind.FAILED, *failure_of(error, self._host.service.node))
-            channel.reply(reply)
+            raise Lost(f"what is asked for cannot be read: {error.strerror}") from None
         finally:
-            if fd >= 0:
-                os.close(fd)
+            os.close(fd)
         channel.clean = True
-        return reply, sent
+        return length
 
-    async def _take(self, channel: Channel, header: Header) -> Reply:
+    async def _take(self, channel: Channel, header: Header) -> None:
         receiving = self._join(header, channel)
-        onward = Onward(header) if header.target.chain else None
-        work = partial(receiving.take, channel, header, onward)
         try:
-            if onward is None:
-                ((reply, received),) = await in_threads([work], channel.shutdown, self._places)
-            else:
-                reply, received = await self._take_and_hand_on(channel, work, onward)
+            if not header.target.chain:
+                await self._in_thread(channel, partial(receiving.take, channel, header, None))
+                return
+            onward = Onward(header)
+            try:
+                async with background() as nursery:
+                    nursery.start_soon(onward.sent.fulfil, partial(self._hand_on, onward))
+                    try:
+                        take = partial(receiving.take, channel, header, onward)
+                        await self._in_thread(channel, take)
+                    finally:
+                        onward.give_up()
+            finally:
+                self._host.counters.sent_bytes += onward.sent_bytes
         finally:
             await self._leave(receiving, channel)
-        self._host.counters.received_bytes += received
-        if reply.kind is ReplyKind.FAILED:
-            await self._conclude(channel, reply)
-        return reply
-
-    async def _take_and_hand_on(
-        self, channel: Channel, work: Callable[[], tuple[Reply, int]], onward: Onward
-    ) -> tuple[Reply, int]:
-        try:
-            async with trio.open_nursery() as nursery:
-                nursery.start_soon(onward.sent.fulfil, partial(self._hand_on, onward))
-                try:
-                    (outcome,) = await in_threads([work], channel.shutdown, self._places)
-                finally:
-                    onward.give_up()
-                    nursery.cancel_scope.cancel()
-        except BaseExceptionGroup as group:
-            raise only_error(group) from None
-        finally:
-            self._host.counters.sent_bytes += onward.sent_bytes
-        return outcome
-
-    async def _conclude(self, channel: Channel, reply: Reply) -> None:
-        finish = partial(channel.conclude, reply)
-        await in_threads([finish], channel.shutdown, self._places)
 
     async def _hand_on(self, onward: Onward) -> None:
         way = self._host.device(onward.node).way(TcpWay)
@@ -413,4 +370,5 @@ class Data:
             extent = receiving.header.extent
             if self._current.get(extent) is receiving:
                 del self._current[extent]
+            self._host.counters.received_bytes += receiving.received_bytes
             await receiving.close()

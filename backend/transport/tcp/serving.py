@@ -46,7 +46,8 @@ class Guest(Connection):
         self.has_left = True
         for scope in self.waiting:
             scope.cancel()
-        self._serving.forget(self)
+        for number in list(self.tickets):
+            self._serving.forget(number)
 
 
 class _Pending(NamedTuple):
@@ -78,12 +79,12 @@ class TcpServing(Serving):
     def grant(self, guest: Guest, count: int) -> list[Ticket]:
         now = trio.current_time()
         while len(guest.tickets) > TICKETS_OF_ONE_MAX - count:
-            self._forget(next(iter(guest.tickets)))
+            self.forget(next(iter(guest.tickets)))
         while self.pending:
             number, first = next(iter(self.pending.items()))
             if first.end > now and len(self.pending) + count <= TICKETS_PENDING_MAX:
                 break
-            self._forget(number)
+            self.forget(number)
         granted = []
         for _ in range(count):
             ticket = Ticket.make()
@@ -95,7 +96,7 @@ class TcpServing(Serving):
     def redeem(self, channel: Channel, preamble: bytes) -> Guest:
         """Return the peer that the ticket was issued to, and set its key for the channel. Raises
         BadMessage. A ticket is valid for one try."""
-        granted = self._forget(unpack_preamble(preamble[:-CODE_BYTES]))
+        granted = self.forget(unpack_preamble(preamble[:-CODE_BYTES]))
         if granted is None or granted.end < trio.current_time():
             raise BadMessage("it shows no valid ticket for a data connection")
         channel.authenticate(granted.key)
@@ -105,12 +106,8 @@ class TcpServing(Serving):
             raise BadMessage("it shows a ticket that is not its own") from None
         return granted.guest
 
-    def forget(self, guest: Guest) -> None:
-        """Forget the tickets of a peer, which uses none any more."""
-        for number in list(guest.tickets):
-            self._forget(number)
-
-    def _forget(self, number: bytes) -> _Pending | None:
+    def forget(self, number: bytes) -> _Pending | None:
+        """Forget a ticket, and return it; None if there is none of this number."""
         granted = self.pending.pop(number, None)
         if granted is not None:
             del granted.guest.tickets[number]

@@ -31,7 +31,7 @@ from operator import itemgetter
 from .. import Landed, nothing_landed
 from ..frames import BadMessage
 from .channel import Channel, Lost, check_progress
-from .wire import Ranges, Reply, ReplyKind
+from .wire import Ranges, Reply, ReplyKind, decode_reply
 
 # The most that one call sends or receives: a huge page.
 PIECE_BYTES_MAX = 2 << 20
@@ -94,7 +94,7 @@ def wait_for_reply(channel: Channel) -> Reply:
     """Return the final reply. Raises Lost when the peer says nothing for the channel's patience."""
     progress_at = time.monotonic()
     while True:
-        reply = channel.next_reply(wait=True)
+        reply = channel.next_message(decode_reply, wait=True)
         if reply is None:
             check_progress(progress_at, channel.patience_s)
         elif reply.kind is not ReplyKind.WORKING:
@@ -105,7 +105,7 @@ def wait_for_reply(channel: Channel) -> Reply:
 
 def _last_reply(channel: Channel) -> Reply | None:
     try:
-        while (reply := channel.next_reply(wait=False)) is not None:
+        while (reply := channel.next_message(decode_reply, wait=False)) is not None:
             if reply.kind is not ReplyKind.WORKING:
                 return reply
     except (Lost, BadMessage):

@@ -1,6 +1,7 @@
 """Threads that work on data connections, and the event loop that waits for them."""
 
 import contextvars
+import errno
 import threading
 import time
 from collections.abc import Awaitable, Callable, Sequence
@@ -21,8 +22,8 @@ async def in_threads(
     """Run each work in a thread of its own, for which there are `places` (None: any number); all have ended
     when this returns or raises. Return their results in the order in which they came.
 
-    `stop` is called, once or more, when one of them fails or this is cancelled, and must make the
-    others end soon. Raises what the first one that failed raised.
+    `stop` is called, once or more, when one of them fails before others have ended, or this is cancelled,
+    and must make them end soon. Raises what the first one that failed raised.
     """
     running = _Running(stop, places)
     try:
@@ -62,10 +63,18 @@ class _Running:
     def start(self, work: Callable[[], Any]) -> None:
         token = self._token
         self.left += 1
-        trio.lowlevel.start_thread_soon(
-            partial(contextvars.copy_context().run, work),
-            lambda outcome: token.run_sync_soon(self._end, outcome),
-        )
+        try:
+            trio.lowlevel.start_thread_soon(
+                partial(contextvars.copy_context().run, work),
+                lambda outcome: token.run_sync_soon(self._end, outcome.unwrap),
+            )
+        except RuntimeError as error:
+            why = str(error)
+
+            def refuse() -> None:
+                raise OSError(errno.EAGAIN, why)
+
+            self._end(refuse)
 
     def ended(self) -> Awaitable[None]:
         """Return what waits until those that are left have ended. When it `is_cancelled`, they are stopped,
@@ -79,15 +88,16 @@ class _Running:
         self._waiting = trio.lowlevel.current_task()
         return trio.lowlevel.wait_task_rescheduled(abort)
 
-    def _end(self, outcome: Any) -> None:
+    def _end(self, result: Callable[[], Any]) -> None:
         self.left -= 1
         if self._places is not None:
             self._places.release()
         try:
-            self.results.append(outcome.unwrap())
+            self.results.append(result())
         except BaseException as error:
             self.errors.append(error)
-            self._stop()
+            if self.left:
+                self._stop()
         if not self.left and self._waiting is not None:
             trio.lowlevel.reschedule(self._waiting)
 

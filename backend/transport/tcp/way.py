@@ -44,6 +44,7 @@ _STREAM_ALIGNMENT_BYTES = 2 << 20
 IDLE_CHANNEL_S = 15.0
 _CHANNELS_KEPT = 16
 _LENGTH: Final = itemgetter(1)
+_NOWHERE = Target(0, 0, ())
 _WAS_IDLE: Final = attrgetter("was_idle")
 
 
@@ -77,7 +78,6 @@ class TcpWay(Way):
     def read(
         self, extent: Extent, start: int, into: FileRange, landed: Landed
     ) -> Coroutine[Any, Any, None]:
-        nowhere = Target(0, 0, ())
         # Where byte 0 of the extent would be in the file.
         base = into.offset - start
         landed = landed_from(landed, -into.offset)
@@ -85,16 +85,12 @@ class TcpWay(Way):
         def work(channel: Channel, header: Header) -> None:
             _receive(channel, header, into.fd, base, landed)
 
-        return self._run(
-            Op.READ, extent, nowhere, 0, [(start, into.length)], self._streams, work, self._places
-        )
+        return self._run(Op.READ, extent, _NOWHERE, 0, [(start, into.length)], work)
 
     async def write(self, sending: Sending) -> None:
         extent, target, (fd, offset, length, _), passed, growth, has_holes = sending
-        ranges, streams = [(0, length)], self._streams
-        places: trio.Semaphore | None = self._places
+        ranges = [(0, length)]
         if growth is not None:
-            streams, places = 1, None
             growth.lend()
             await growth.complete()
         elif has_holes:
@@ -105,7 +101,8 @@ class TcpWay(Way):
         def work(channel: Channel, header: Header) -> None:
             _send(channel, header, fd, offset, passed)
 
-        await self._run(Op.WRITE, extent, target, length, ranges, streams, work, places)
+        is_own = growth is None
+        await self._run(Op.WRITE, extent, target, length, ranges, work, is_own=is_own)
 
     async def _run(
         self,
@@ -114,16 +111,18 @@ class TcpWay(Way):
         target: Target,
         total: int,
         ranges: Sequence[tuple[int, int]],
-        streams: int,
         work: Callable[[Channel, Header], None],
-        places: trio.Semaphore | None,
+        *,
+        is_own: bool = True,
     ) -> None:
-        """Divide the ranges among streams, and do each stream's work on a connection. If a connection that
-        had been idle turns out to be broken, all is done once more on new ones."""
+        """Divide the ranges among streams, and do each stream's work on a connection; what is not this
+        process's own is one stream. If a connection that had been idle turns out to be broken, all is done
+        once more on new ones."""
         link = self._link
         link.caller.counters.round_trips += 1
         comes, trace = sum(map(_LENGTH, ranges)), current_request()
-        shares = _shares(ranges, comes, streams)
+        shares = _shares(ranges, comes, self._streams if is_own else 1)
+        places = self._places if is_own else None
         may_repeat = True
         while True:
             number = secrets.randbits(63)

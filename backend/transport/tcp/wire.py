@@ -103,7 +103,7 @@ decode_reply: Final = partial(decoded, Decoder(Reply))
 # The longest is a header with SEGMENTS_MAX ranges, of 19 bytes each.
 MESSAGE_BYTES_MAX = 32 << 10
 # The shortest reply is that of most transfers.
-REPLY_BYTES_MIN = len(encode(Reply(ReplyKind.OK)))
+MESSAGE_BYTES_MIN = len(encode(Reply(ReplyKind.OK)))
 
 
 def decode_header(data: bytes) -> Header:

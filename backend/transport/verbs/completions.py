@@ -99,6 +99,5 @@ class Completions:
         if not self._is_closed:
             self._is_closed = True
             trio.lowlevel.notify_closing(self._fd)
-            with self._library.errors:
-                self.queue.close()
-                self._channel.close()
+            self._library.close(self.queue)
+            self._library.close(self._channel)

@@ -23,7 +23,6 @@ _GIDS_MAX = 1024
 # How many empty entries end the search: the kernel fills the first free one of about a thousand, and
 # reading each costs system calls.
 _EMPTY_GIDS_MAX = 32
-_GIDS_SHOWN = 8
 _ZERO_GID = bytes(16)
 _DATAGRAM_PORT = 9
 _REMEDY_MEMLOCK = (
@@ -53,7 +52,7 @@ class Gid(NamedTuple):
     netdev: str
 
     @property
-    def address(self) -> ipaddress.IPv4Address | ipaddress.IPv6Address:
+    def address(self) -> networks.Address:
         """Return the IP address that the GID stands for, on RoCE."""
         address = ipaddress.IPv6Address(self.value)
         return address.ipv4_mapped or address
@@ -98,12 +97,11 @@ class Device(NamedTuple):
 
 
 class Route(NamedTuple):
-    """The device, port and GID table entry that a peer is reached by."""
+    """The device, its port and the entry of the port's GID table that a peer is reached by."""
 
-    device: str
-    port: int
+    device: Device
+    port: Port
     gid: Gid
-    lid: int
 
 
 def find(sys: str = _SYS) -> list[Device]:
@@ -113,27 +111,6 @@ def find(sys: str = _SYS) -> list[Device]:
     except OSError:
         return []
     return [_device(Path(sys, name)) for name in names]
-
-
-def describe(device: Device) -> str:
-    """Return one line: the kind of a device, its place in the machine, its ports and their GIDs."""
-    where = f" at {device.pci}" if device.pci else ""
-    node = f", NUMA node {device.numa}" if device.numa >= 0 else ""
-    if not is_near(device):
-        node += ", far from this process"
-    ports = []
-    for port in device.ports:
-        gids = ", ".join(_described(port, gid) for gid in port.gids[:_GIDS_SHOWN])
-        more = len(port.gids) - _GIDS_SHOWN
-        text = f"port {port.number} {port.state}, GIDs {gids or 'none'}"
-        ports.append(f"{text} and {more} more" if more > 0 else text)
-    return f"{device.name} ({device.kind}{where}{node}): {'; '.join(ports) or 'no port'}"
-
-
-def _described(port: Port, gid: Gid) -> str:
-    value = gid.address if port.link_layer == "Ethernet" else ipaddress.IPv6Address(gid.value)
-    netdev = f" on {gid.netdev}" if gid.netdev else ""
-    return f"[{gid.number}] {value} {gid.kind}{netdev}"
 
 
 def explain(
@@ -214,16 +191,12 @@ def choose(
     address = ipaddress.ip_address(local.partition("%")[0])
     if isinstance(address, ipaddress.IPv6Address) and address.ipv4_mapped:
         address = address.ipv4_mapped
-    found = [
-        ((each.is_soft, gid.kind == "RoCE v1"), Route(each.name, port.number, gid, port.lid))
-        for each, port, gid in entries(devices, device, gid_index)
-        if _leads_to(each, port, gid, address)
-    ]
+    found = [route for route in entries(devices, device, gid_index) if _leads_to(route, address)]
     if not found:
         looked = "" if gid_index is None else f" at index {gid_index}"
         names = ", ".join(each.name for each in usable_of(devices, device)) or "no usable device"
         raise OSError(errno.ENODEV, f"no GID{looked} for this host's address {local} on {names}")
-    return min(found, key=lambda pair: pair[0])[1]
+    return min(found, key=lambda route: (route.device.is_soft, route.gid.kind == "RoCE v1"))
 
 
 def local_address(peer: str) -> str:
@@ -240,21 +213,19 @@ def usable_of(devices: list[Device], wanted: str | None) -> list[Device]:
     return [each for each in devices if not each.obstacle and (not names or each.name in names)]
 
 
-def entries(
-    devices: list[Device], wanted: str | None, gid_index: int | None
-) -> Iterator[tuple[Device, Port, Gid]]:
+def entries(devices: list[Device], wanted: str | None, gid_index: int | None) -> Iterator[Route]:
     """Yield the GIDs of active ports of usable devices: those with the index, if there is one, or else all
     of Ethernet and the first of InfiniBand."""
     for device in usable_of(devices, wanted):
         for port in device.ports:
             index = 0 if gid_index is None and port.link_layer != "Ethernet" else gid_index
             if port.state == "ACTIVE":
-                yield from ((device, port, gid) for gid in port.gids if index in (None, gid.number))
+                gids = (gid for gid in port.gids if index in (None, gid.number))
+                yield from (Route(device, port, gid) for gid in gids)
 
 
-def _leads_to(
-    device: Device, port: Port, gid: Gid, address: ipaddress.IPv4Address | ipaddress.IPv6Address
-) -> bool:
+def _leads_to(route: Route, address: networks.Address) -> bool:
+    device, port, gid = route
     if port.link_layer == "Ethernet":
         return gid.address == address
     own = networks.own_addresses().get(address)

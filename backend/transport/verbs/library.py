@@ -86,6 +86,15 @@ class Library:
         os.set_blocking(fd, False)
         return channel, fd
 
+    def close(self, made: Any) -> None:
+        """Close an object. Those of a device that is gone went with it. Raises OSError."""
+        try:
+            with self.errors:
+                made.close()
+        except OSError as error:
+            if error.errno != errno.EIO:
+                raise
+
 
 @functools.cache
 def load() -> Library:

@@ -3,23 +3,23 @@
 A transfer begins on the control connection, where the node answers with an address and an rkey. The node
 sees by itself when all of a write has arrived, and is told when a read is over. If the queue pair breaks
 meanwhile, `Broken` is raised and nothing is lost: the node drops a half-written extent, and the caller
-moves the bytes in another way.
+moves the bytes in another way, as it does if the node says NOT_BY_VERBS or NO_QUEUE_PAIR.
 """
 
-from collections.abc import AsyncIterator, Iterator
-from contextlib import asynccontextmanager, contextmanager
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from dataclasses import dataclass
 
 import trio
 
 from ...unwrap import if_it_fails
 from .. import Extent, FileRange, Landed, Memory
-from ..caller import A, ControlClient, Expected
+from ..caller import ControlClient, Expected
 from ..device import Growth, NotThisWay, Sending
-from ..messages import Done, Request
+from ..messages import Done
 from . import messages
 from .devices import Gid
-from .queue import Broken, Piece, QueuePair
+from .queue import Piece, QueuePair
 from .rdma import Adapter
 from .regions import Region
 
@@ -55,7 +55,8 @@ class Path:
         """Do as Device.read; the file must be long enough. Raises OSError, NotThisWay."""
         length = into.length
         async with self._using(into) as regions:
-            exposed = await self._ask(messages.Expose(extent, start, length, self.number))
+            asked = messages.Expose(extent, start, length, self.number)
+            exposed = await self.control.ask(asked, messages.Exposed)
             try:
                 if not regions:
                     await self.adapter.staging.read(self.pair, exposed, into, landed)
@@ -81,15 +82,14 @@ class Path:
                 each = bool(target.chain)
                 told = piece if each else length
                 asked = messages.Reserve(extent, target, length, told, sealed.number, self.number)
-                exposed = await self._ask(asked)
+                exposed = await self.control.ask(asked, messages.Exposed)
                 try:
                     if exposed.wanted and region is not None:
                         await self._write_from(region, source, piece, exposed, growth, each)
                     elif exposed.wanted:
                         staging = self.adapter.staging
                         await staging.write(self.pair, exposed, source, each, passed)
-                    with _told_apart():
-                        await sealed.answer(Done)
+                    await sealed.answer(Done)
                 except BaseException:
                     self.control.say_later(messages.Release(exposed.handle))
                     raise
@@ -156,15 +156,6 @@ class Path:
             why = f"{file.length} bytes cannot be registered: {error.strerror}"
             raise NotThisWay(why) from None
 
-    async def _ask(self, request: Request) -> messages.Exposed:
-        try:
-            return await ask(self.control, request, messages.Exposed)
-        except OSError as error:
-            if error.errno != messages.NO_QUEUE_PAIR:
-                raise
-            self.pair.fail(f"the node gave it up: {error.strerror}")
-            raise Broken(self.pair.failure) from None
-
     async def close(self, why: str) -> None:
         """Fail the queue pair and tell the node, so that it drops half-written extents at once."""
         self.pair.fail(why)
@@ -185,9 +176,8 @@ async def open_path(
     caller = control.caller
     pair = adapter.queue_pair(gid)
     with if_it_fails(pair.close):
-        answer = await ask(
-            control, messages.Attach(pair.end(), number, rail.name, rail.gid), messages.Attached
-        )
+        asked = messages.Attach(pair.end(), number, rail.name, rail.gid)
+        answer = await control.ask(asked, messages.Attached)
         pair.connect(answer.end, caller.timeout_s)
     caller.nursery.start_soon(pair.run)
     path = Path(control, adapter, pair, number, stages)
@@ -197,23 +187,6 @@ async def open_path(
         await path.close("the peer does not answer")
         raise
     return path
-
-
-async def ask(control: ControlClient, request: Request, kind: type[A]) -> A:
-    """Ask the node and return its answer of this kind. Raises OSError, the node's error; NotThisWay."""
-    with _told_apart():
-        return await control.ask(request, kind)
-
-
-@contextmanager
-def _told_apart() -> Iterator[None]:
-    """Raise NotThisWay in place of a node's error NOT_BY_VERBS: the node can do it by another mover."""
-    try:
-        yield
-    except OSError as error:
-        if error.errno == messages.NOT_BY_VERBS:
-            raise NotThisWay(str(error.strerror)) from None
-        raise
 
 
 def _pieces_into(regions: list[Region], into: FileRange, exposed: messages.Exposed) -> list[Piece]:

@@ -85,7 +85,7 @@ class Window:
 
     def close(self) -> None:
         self.pair.windows.discard(self)
-        self._handle.close()
+        self.pair.port.library.close(self._handle)
 
 
 class QueuePair:
@@ -321,11 +321,11 @@ class QueuePair:
             await self._done(batches)
         except trio.Cancelled:
             with trio.CancelScope(shield=True):
-                with trio.move_on_after(FLUSH_S):
+                with trio.move_on_after(FLUSH_S) as limit:
                     await self._done(batches)
-                if not all(batch.done.is_set() for batch in batches):
+                if limit.cancelled_caught:
                     self.fail("a transfer that was given up did not end")
-                await self._done(batches)
+                    await self._done(batches)
             raise
         if not all(batch.succeeded for batch in batches):
             raise Broken(self.failure or "the queue pair was closed")
@@ -410,8 +410,7 @@ class QueuePair:
         self.failed.set()
         for window in list(self.windows):
             window.close()
-        with self._library.errors:
-            self._pair.close()
+        self._library.close(self._pair)
         self._close_rest()
         for batch in self._batches.values():
             batch.done.set()
@@ -422,8 +421,7 @@ class QueuePair:
         for completions in {self._sent, self._arrivals}:
             completions.close()
         if self.pd is not self.port.pd:
-            with self._library.errors:
-                self.pd.close()
+            self._library.close(self.pd)
 
 
 def timeout_exponent(patience_s: float) -> int:

@@ -10,7 +10,7 @@ import ipaddress
 from typing import NamedTuple
 
 from . import networks
-from .devices import Device, Gid, Port, Route, choose, entries, is_near
+from .devices import Device, Route, choose, entries, is_near
 from .messages import RAILS_MAX, Rail
 
 _MAPPED_BITS = 96
@@ -30,22 +30,18 @@ def find_rails(
 ) -> list[OwnRail]:
     """Return the rails of this host; the one with its address `local`, if there is one, comes first. Raises
     OSError ENODEV if there is no rail."""
-    rails: list[OwnRail] = []
-    why: OSError | None = None
     own = networks.own_addresses()
-    by_name = {each.name: each for each in found}
+    others = [route for route in entries(found, device, gid_index) if _can_be_paired(route, own)]
+    rails: list[OwnRail] = []
     try:
         way = choose(found, local, device, gid_index)
-    except OSError as error:
-        why = error
+        rails.append(_rail(way, own, on_way=True))
+    except OSError:
+        if not others:
+            raise
     else:
-        rails.append(_rail(by_name[way.device], way, own, on_way=True))
-    for each, port, gid in entries(found, device, gid_index):
-        route = Route(each.name, port.number, gid, port.lid)
-        if _can_be_paired(port, gid, own) and all(rail.route != route for rail in rails):
-            rails.append(_rail(each, route, own, on_way=False))
-    if not rails and why is not None:
-        raise why
+        others = [route for route in others if route != way]
+    rails += [_rail(route, own, on_way=False) for route in others]
     return rails[:RAILS_MAX]
 
 
@@ -88,8 +84,9 @@ def _order(each: tuple[OwnRail, Rail]) -> tuple[object, ...]:
     return not on_way, not mine.is_near, -rate, mine.rail.gid, other.gid
 
 
-def _can_be_paired(port: Port, gid: Gid, own: networks.Addresses) -> bool:
-    if port.link_layer != "Ethernet":
+def _can_be_paired(route: Route, own: networks.Addresses) -> bool:
+    gid = route.gid
+    if route.port.link_layer != "Ethernet":
         return True
     # An address of another network namespace does not belong to this process.
     return (
@@ -100,14 +97,13 @@ def _can_be_paired(port: Port, gid: Gid, own: networks.Addresses) -> bool:
     )
 
 
-def _rail(device: Device, route: Route, own: networks.Addresses, on_way: bool) -> OwnRail:
-    (port,) = (port for port in device.ports if port.number == route.port)
-    gid = route.gid
+def _rail(route: Route, own: networks.Addresses, on_way: bool) -> OwnRail:
+    device, port, gid = route
     bits = _FABRIC_BITS
     if port.link_layer == "Ethernet":
         known = own.get(gid.address)
         bits = known.bits if known is not None else gid.address.max_prefixlen
         bits += _MAPPED_BITS if gid.address.version == 4 else 0
-    name = f"{device.name}/{route.port}"
+    name = f"{device.name}/{port.number}"
     rail = Rail(name, gid.value, bits, gid.kind, port.mbit_s, device.is_soft, on_way)
     return OwnRail(rail, route, is_near(device))

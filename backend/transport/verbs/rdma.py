@@ -229,7 +229,7 @@ class Rdma:
     def open(self, route: devices.Route) -> Adapter:
         """Return the adapter of a route's port. Raises OSError."""
         choice = self.choice
-        key = route.device, route.port
+        key = route.device.name, route.port.number
         adapter = self._adapters.get(key)
         if adapter is None:
             limit_bytes = choice.limit_bytes or _default_limit_bytes()

@@ -16,6 +16,7 @@ import mmap
 import os
 from collections import OrderedDict
 from collections.abc import Callable
+from functools import partial
 from typing import Any, Self
 
 import trio
@@ -47,37 +48,54 @@ MTUS: dict[int, Mtu] = {1: 256, 2: 512, 3: 1024, 4: 2048, 5: 4096}
 
 
 class Region:
-    """A registered range of a file. This end can write to it, and windows can be bound to it, only if it is
-    `writable`; the kernel asks that of every window, even one for reading."""
+    """A range of a file, mapped and registered. It owns the descriptor `fd`. This end can write to it, and
+    windows can be bound to it, only if it is `writable`; the kernel asks that of every window, even one for
+    reading. A device's memory is not mapped: only the network card addresses it, by offsets from 0."""
+
+    registration: Any
+    key: int
 
     def __init__(
-        self, library: Library, pd: Any, mapped: "_Mapped | _DmaBuf", file: FileId, is_lent: bool
+        self,
+        file: FileId,
+        fd: int,
+        offset: int,
+        length: int,
+        *,
+        writable: bool = True,
+        memory: Memory = Memory.FILE,
     ) -> None:
-        self.file = file
-        self.offset, self.length, self.writable = mapped.offset, mapped.length, mapped.writable
+        self.file, self.fd = file, fd
+        self.offset, self.length, self.writable = offset, length, writable
         self.users = 0
         self.is_stale = False
-        self._is_lent = is_lent
-        self._library = library
-        self._mapped = mapped
-        access = 0
-        if self.writable:
-            access = library.enum("ACCESS_LOCAL_WRITE")
-        if self.writable and not is_lent:
+        self._memory = memory
+        self._address = 0
+        if memory is not Memory.DEVICE:
+            with if_it_fails(partial(os.close, fd)):
+                self._address = _map(fd, offset, length, writable)
+
+    def populate(self) -> None:
+        """Touch all pages; call it in a thread. Pages that cannot be had show when they are registered."""
+        if self._memory is not Memory.DEVICE:
+            advice = _MADV_POPULATE_WRITE if self.writable else _MADV_POPULATE_READ
+            _libc.madvise(self._address, self.length, advice)
+
+    def register(self, library: Library, pd: Any) -> None:
+        access = library.enum("ACCESS_LOCAL_WRITE") if self.writable else 0
+        if self.writable and self._memory is Memory.FILE:
             access |= library.enum("ACCESS_MW_BIND")
         with library.errors:
-            self.registration = mapped.register(library, pd, access)
-        self.key: int = self.registration.lkey
-
-    @property
-    def fd(self) -> int:
-        """Return the descriptor of the file."""
-        return self._mapped.fd
+            if self._memory is Memory.DEVICE:
+                made = library.DmaBufMR(pd, self.length, access, dmabuf=self.fd, offset=0)
+            else:
+                made = library.MR(pd, self.length, access, address=self._address)
+        self.registration, self.key = made, made.lkey
 
     def address(self, offset: int) -> int:
         """Return the address of a byte of the file."""
         assert self.offset <= offset <= self.offset + self.length
-        return self._mapped.address + offset - self.offset
+        return self._address + offset - self.offset
 
     def view(self, offset: int, length: int) -> memoryview:
         """Return bytes of the file in this process's memory, to be released before the region."""
@@ -94,12 +112,13 @@ class Region:
 
     def is_orphan(self) -> bool:
         """Return whether the file has lost its last name and is not lent."""
-        return not self._is_lent and not os.fstat(self._mapped.fd).st_nlink
+        return self._memory is Memory.FILE and not os.fstat(self.fd).st_nlink
 
     def close(self) -> None:
-        with self._library.errors:
-            self.registration.close()
-        self._mapped.close()
+        """Unmap the range, which is not registered any more."""
+        if self._memory is not Memory.DEVICE:
+            _libc.munmap(self._address, self.length)
+        os.close(self.fd)
 
 
 class Regions:
@@ -133,7 +152,8 @@ class Regions:
             if region is not None:
                 return region
             own, writable = os.dup(fd), False
-        return await self._register(_Mapped(own, 0, size + -size % mmap.PAGESIZE, writable), file)
+        length = size + -size % mmap.PAGESIZE
+        return await self._register(Region(file, own, 0, length, writable=writable))
 
     async def acquire_lent(self, fd: int, offset: int, length: int, memory: Memory) -> list[Region]:
         """Return regions that follow each other and cover a range of memory that a program lends. Their
@@ -149,13 +169,8 @@ class Regions:
                 count = min(block, size - start)
                 region = self._find(file, start, count, True)
                 if region is None:
-                    own = os.dup(fd)
-                    mapped = (
-                        _DmaBuf(own, count)
-                        if memory is Memory.DEVICE
-                        else _Mapped(own, start, count, True)
-                    )
-                    region = await self._register(mapped, file, is_lent=True)
+                    region = Region(file, os.dup(fd), start, count, memory=memory)
+                    region = await self._register(region)
                 acquired.append(region)
         except BaseException:
             for region in acquired:
@@ -163,26 +178,24 @@ class Regions:
             raise
         return acquired
 
-    async def _register(
-        self, mapped: "_Mapped | _DmaBuf", file: FileId, is_lent: bool = False
-    ) -> Region:
-        length = mapped.length
-        with if_it_fails(mapped.close):
-            self._make_room(length)
-            if length > _AT_ONCE_BYTES:
+    async def _register(self, region: Region) -> Region:
+        """Return the region, registered, or one that was registered for its range meanwhile."""
+        with if_it_fails(region.close):
+            self._make_room(region.length)
+            if region.length > _AT_ONCE_BYTES:
                 # Pages that were touched before are pinned faster. Pinning runs in the event loop, as
                 # pyverbs holds Python's global interpreter lock.
-                await trio.to_thread.run_sync(mapped.populate)
-                region = self._find(file, mapped.offset, length, mapped.writable)
-                if region is not None:
-                    mapped.close()
-                    return region
-                self._make_room(length)
-            region = Region(self._library, self._pd, mapped, file, is_lent)
+                await trio.to_thread.run_sync(region.populate)
+                other = self._find(region.file, region.offset, region.length, region.writable)
+                if other is not None:
+                    region.close()
+                    return other
+                self._make_room(region.length)
+            region.register(self._library, self._pd)
         self.registrations += 1
         self.pinned_bytes += region.length
         self._regions[region] = None
-        self._of_file.setdefault(file, []).append(region)
+        self._of_file.setdefault(region.file, []).append(region)
         region.users = 1
         return region
 
@@ -250,6 +263,7 @@ class Regions:
         if not others:
             del self._of_file[region.file]
         self.pinned_bytes -= region.length
+        self._library.close(region.registration)
         region.close()
 
 
@@ -260,14 +274,14 @@ class OpenedPort:
 
     def __init__(self, library: Library, route: Route, limit_bytes: int) -> None:
         self.library = library
-        self.name = route.device
-        self.port = route.port
-        self.lid = route.lid
+        self.name = route.device.name
+        self.port = route.port.number
+        self.lid = route.port.lid
         self.context: Any
-        self.context, self.events = library.open(route.device)
+        self.context, self.events = library.open(self.name)
         with if_it_fails(self.context.close), library.errors:
             limits = self.context.query_device()
-            port = self.context.query_port(route.port)
+            port = self.context.query_port(self.port)
             self.pd = library.PD(self.context)
         self.mtu = MTUS.get(int(port.active_mtu), 256)
         self.reads_answered = max(1, int(limits.max_qp_rd_atom))
@@ -281,55 +295,16 @@ class OpenedPort:
 
     def __exit__(self, *_: object) -> None:
         self.regions.close()
-        with self.library.errors:
-            self.pd.close()
-            self.context.close()
+        self.library.close(self.pd)
+        self.library.close(self.context)
 
 
-class _Mapped:
-    """A mapped range of a file, and the descriptor `fd` of the file, which it closes. Python's own mmap
-    objects cannot be used: they tell their address only if they are writable."""
-
-    def __init__(self, fd: int, offset: int, length: int, writable: bool) -> None:
-        self.fd = fd
-        self.offset, self.length, self.writable = offset, length, writable
-        protection = mmap.PROT_READ | (mmap.PROT_WRITE if writable else 0)
-        address = _libc.mmap(None, length, protection, mmap.MAP_SHARED, fd, offset)
-        if address is None or address == _MAP_FAILED:
-            code = ctypes.get_errno()
-            os.close(fd)
-            raise OSError(code, os.strerror(code))
-        self.address = int(address)
-
-    def populate(self) -> None:
-        """Touch all pages; call it in a thread. Pages that cannot be had show when they are registered."""
-        advice = _MADV_POPULATE_WRITE if self.writable else _MADV_POPULATE_READ
-        _libc.madvise(self.address, self.length, advice)
-
-    def register(self, library: Library, pd: Any, access: int) -> Any:
-        return library.MR(pd, self.length, access, address=self.address)
-
-    def close(self) -> None:
-        _libc.munmap(self.address, self.length)
-        os.close(self.fd)
-
-
-class _DmaBuf:
-    """A device's memory, with the interface of `_Mapped`. Only the network card can address it; addresses
-    are offsets from 0."""
-
-    address = offset = 0
-    writable = True
-
-    def __init__(self, fd: int, length: int) -> None:
-        self.fd = fd
-        self.length = length
-
-    def populate(self) -> None:
-        pass
-
-    def register(self, library: Library, pd: Any, access: int) -> Any:
-        return library.DmaBufMR(pd, self.length, access, dmabuf=self.fd, offset=0)
-
-    def close(self) -> None:
-        os.close(self.fd)
+def _map(fd: int, offset: int, length: int, writable: bool) -> int:
+    """Map a range of a file, and return the address. Python's own mmap objects cannot be used: they tell
+    their address only if they are writable. Raises OSError."""
+    protection = mmap.PROT_READ | (mmap.PROT_WRITE if writable else 0)
+    address = _libc.mmap(None, length, protection, mmap.MAP_SHARED, fd, offset)
+    if address is None or address == _MAP_FAILED:
+        code = ctypes.get_errno()
+        raise OSError(code, os.strerror(code))
+    return int(address)

@@ -69,17 +69,23 @@ class Arrival(_Operation):
         incoming: Incoming | None,
     ) -> None:
         super().__init__(pair, held, right)
-        self.extent = asked.extent
-        self.target = asked.target
-        self.piece = asked.piece
+        self.asked = asked
         done = 0 if incoming is not None else asked.length
         self.growth = Growth(asked.length, done, held.lend)
         self.incoming = incoming
         self.onward = trio.CancelScope()
         self.handed_on = trio.Event()
         self.onward_error: OSError | None = None
+        self.is_over = False
         if not asked.target.chain:
             self.handed_on.set()
+
+    def end(self) -> None:
+        """End handing it on, too. The file is closed when both have ended."""
+        self.is_over = True
+        self.onward.cancel()
+        if self.handed_on.is_set():
+            self.held.close()
 
 
 class VerbsServing(Serving):
@@ -123,13 +129,15 @@ class Responder(Connection):
         self._operations: dict[int, _Operation] = {}
 
     async def answer(self, request: Request) -> Answer | Lasting:
-        match request:
-            case messages.Attach():
-                return messages.Attached(self._attach(request))
-            case messages.Rails():
-                return messages.RailsFound(self._rails())
-            case messages.Expose():
-                return await self._expose(request)
+        if isinstance(request, messages.Attach | messages.Rails):
+            try:
+                if isinstance(request, messages.Attach):
+                    return messages.Attached(self._attach(request))
+                return messages.RailsFound([own.rail for own in self._rdma.rails(self._local)])
+            except OSError as error:
+                raise OSError(messages.NOT_BY_VERBS, str(error.strerror)) from error
+        if isinstance(request, messages.Expose):
+            return await self._expose(request)
         assert isinstance(request, messages.Reserve)
         first = await self._reserve(request)
         return Lasting(first, request.sealed, partial(self._seal, first.handle))
@@ -160,41 +168,24 @@ class Responder(Connection):
     def give_up(self, content: int) -> None:
         """Drop what has arrived of this content: nobody needs it any more."""
         for handle, operation in list(self._operations.items()):
-            if isinstance(operation, Arrival) and operation.extent.content == content:
+            if isinstance(operation, Arrival) and operation.asked.extent.content == content:
                 self._drop(handle, "the content was given up")
 
     # -- queue pairs -----------------------------------------------------------------------------
 
-    def _rails(self) -> list[messages.Rail]:
-        """Return the rails of this node. Raises OSError NOT_BY_VERBS."""
-        try:
-            return [own.rail for own in self._usable().rails(self._local)]
-        except OSError as error:
-            raise OSError(messages.NOT_BY_VERBS, str(error.strerror)) from error
-
     def _attach(self, asked: messages.Attach) -> messages.QueueEnd:
-        """Set up a queue pair with the peer's, and return this end. Raises OSError NOT_BY_VERBS."""
+        """Set up a queue pair with the peer's, and return this end. Raises OSError."""
         self.detach("the peer set another queue pair up", asked.pair)
         if self._host.is_gone(self.peer):
-            raise OSError(messages.NOT_BY_VERBS, SESSION_OVER)
-        try:
-            rdma = self._usable()
-            route = rdma.rail(self._local, asked.rail, asked.gid).route
-            pair = rdma.open(route).queue_pair(route.gid, self._arrived)
-            with if_it_fails(pair.close):
-                pair.connect(asked.end, self._host.timeout_s)
-        except OSError as error:
-            raise OSError(messages.NOT_BY_VERBS, str(error.strerror)) from error
+            raise OSError(errno.ENOTCONN, SESSION_OVER)
+        route = self._rdma.rail(self._local, asked.rail, asked.gid).route
+        pair = self._rdma.open(route).queue_pair(route.gid, self._arrived)
+        with if_it_fails(pair.close):
+            pair.connect(asked.end, self._host.timeout_s)
         self._pairs[asked.pair] = pair
         self._nursery.start_soon(pair.run)
         self._nursery.start_soon(self._watch, asked.pair, pair)
         return pair.end()
-
-    def _usable(self) -> Rdma:
-        """Return the adapters. Raises OSError NOT_BY_VERBS if verbs are not used here."""
-        if not self._rdma.is_usable:
-            raise OSError(messages.NOT_BY_VERBS, self._rdma.why_not)
-        return self._rdma
 
     # -- reading and writing ---------------------------------------------------------------------
 
@@ -245,13 +236,12 @@ class Responder(Connection):
             # A sealed extent never changes: end the right to write first.
             arrival.take_back()
             if arrival.incoming is not None:
-                await self._host.service.seal(arrival.extent, arrival.incoming)
+                await self._host.service.seal(arrival.asked.extent, arrival.incoming)
             await arrival.handed_on.wait()
             if arrival.onward_error is not None:
                 raise arrival.onward_error
         finally:
-            arrival.onward.cancel()
-            self._leave(arrival)
+            arrival.end()
         return Done()
 
     # -- coming in -------------------------------------------------------------------------------
@@ -270,7 +260,7 @@ class Responder(Connection):
         arrival = self._operations.get(handle)
         if isinstance(arrival, Arrival):
             before = arrival.growth.done
-            arrival.growth.advance(arrival.piece)
+            arrival.growth.advance(arrival.asked.piece)
             self._host.counters.received_bytes += arrival.growth.done - before
 
     def _drop(self, handle: int, why: str) -> None:
@@ -280,30 +270,28 @@ class Responder(Connection):
         operation.take_back()
         if isinstance(operation, Arrival):
             operation.growth.give_up(OSError(messages.NOT_BY_VERBS, why))
-            operation.onward.cancel()
-            self._leave(operation)
+            operation.end()
         else:
             operation.held.close()
 
-    def _leave(self, arrival: Arrival) -> None:
-        if arrival.handed_on.is_set():
-            arrival.held.close()
-        else:
-            self._nursery.start_soon(_close_after, arrival)
-
     async def _hand_on(self, arrival: Arrival) -> None:
-        node, target = arrival.target.onward()
+        node, target = arrival.asked.target.onward()
         held, length = arrival.held, arrival.growth.length
         try:
             with arrival.onward:
                 await self._host.device(node).write(
-                    arrival.extent, target, FileRange(held.fd, 0, length), growth=arrival.growth
+                    arrival.asked.extent,
+                    target,
+                    FileRange(held.fd, 0, length),
+                    growth=arrival.growth,
                 )
                 self._host.counters.sent_bytes += length
         except OSError as error:
             arrival.onward_error = error
         finally:
             arrival.handed_on.set()
+            if arrival.is_over:
+                held.close()
 
     # -- rights ----------------------------------------------------------------------------------
 
@@ -318,21 +306,18 @@ class Responder(Connection):
             text = f"{size} bytes cannot be registered: {error.strerror}"
             log.info("%s", text)
             raise OSError(messages.NOT_BY_VERBS, text) from None
-        try:
-            if pair.failure:
-                raise Broken(pair.failure)
-            window = await pair.grant(region, start, length, writes)
-            if pair.failure:
-                window.close()
-                raise Broken(pair.failure)
-        except BaseException as error:
-            regions.release(region, keep=held.is_own)
-            if isinstance(error, (Broken, OSError)):
-                code = (
-                    messages.NO_QUEUE_PAIR if isinstance(error, Broken) else messages.NOT_BY_VERBS
-                )
-                raise OSError(code, str(error)) from None
-            raise
+        with if_it_fails(lambda: regions.release(region, keep=held.is_own)):
+            try:
+                if pair.failure:
+                    raise Broken(pair.failure)
+                window = await pair.grant(region, start, length, writes)
+                if pair.failure:
+                    window.close()
+                    raise Broken(pair.failure)
+            except Broken as error:
+                raise OSError(messages.NO_QUEUE_PAIR, str(error)) from None
+            except OSError as error:
+                raise OSError(messages.NOT_BY_VERBS, str(error)) from None
         return region, window
 
     def _pair(self, number: int) -> QueuePair:
@@ -357,9 +342,3 @@ class Responder(Connection):
                     self._drop(handle, "it took too long")
         if self._pairs.get(number) is pair:
             self.detach(pair.failure, number)
-
-
-async def _close_after(arrival: Arrival) -> None:
-    with trio.CancelScope(shield=True):
-        await arrival.handed_on.wait()
-    arrival.held.close()

@@ -17,7 +17,6 @@ import os
 import time
 from collections import defaultdict
 from collections.abc import Awaitable, Callable
-from functools import partial
 from typing import NamedTuple
 
 import trio
@@ -88,7 +87,9 @@ class Staging:
             if size < _BYTES_MIN:
                 text = f"no more than {limit_bytes} bytes may be registered"
                 raise OSError(errno.ENOMEM, text)
-            region = self._memory = await self._register(size)
+            with open(os.memfd_create("irdmafs-staging", os.MFD_CLOEXEC), "wb") as file:
+                file.truncate(size)
+                region = self._memory = await self._regions.acquire(file.fileno(), size)
         except OSError as error:
             self._why = f"{size} bytes cannot be registered: {error.strerror}"
             self._after = time.monotonic() + _PAUSE_S
@@ -101,15 +102,6 @@ class Staging:
         ]
         for slot in self.slots:
             self._give_back(slot)
-
-    async def _register(self, size: int) -> Region:
-        """Return new memory, registered. Raises OSError."""
-        fd = os.memfd_create("irdmafs-staging", os.MFD_CLOEXEC)
-        try:
-            os.ftruncate(fd, size)
-            return await self._regions.acquire(fd, size)
-        finally:
-            os.close(fd)
 
     def close(self) -> None:
         """Give the memory back; no transfer may be under way."""
@@ -133,19 +125,19 @@ class Staging:
         self, pair: QueuePair, exposed: Exposed, into: FileRange, landed: Landed = nothing_landed
     ) -> None:
         """Read what the peer exposes into a range of a file. `make` comes first. Raises OSError, Broken."""
-        fd, offset, length, memory = into
-        store = write_at if memory is Memory.FILE else _write_mapped
-        piece = self.piece_bytes(length)
-        at_once = _copied_at_once(length, piece)
+        store = write_at if into.memory is Memory.FILE else _write_mapped
 
-        async def take(slot: _Slot, at: int) -> None:
-            count = min(piece, length - at)
-            there = exposed.address + at
+        async def take(slot: _Slot, at: int, view: memoryview, in_thread: bool) -> None:
+            count, there = len(view), exposed.address + at
+
+            def copy() -> None:
+                store(into.fd, view, into.offset + at)
+                landed(at, count, view)
+
             await pair.read([Piece(slot.address, count, slot.key, there, exposed.key)])
-            view = slot.view[:count]
-            await self._copy(store, fd, view, offset + at, partial(landed, at, count), at_once)
+            await self._copy(copy, in_thread)
 
-        await self._move_pieces(take, length, piece)
+        await self._move_pieces(take, into.length)
 
     async def write(
         self,
@@ -158,38 +150,41 @@ class Staging:
         """Write a range of a file into the memory that the peer exposes, in order. Its handle is sent as
         immediate data of each piece of `piece_bytes`, or of the last one only if not `each`. `make` comes
         first. Raises OSError, Broken."""
-        fd, offset, length, _ = source
-        piece = self.piece_bytes(length)
-        at_once = _copied_at_once(length, piece)
-        # Set when the piece that begins there was posted.
+        # Set when the piece that ends there was posted.
         posted: defaultdict[int, trio.Event] = defaultdict(trio.Event)
 
-        async def send(slot: _Slot, at: int) -> None:
-            count = min(piece, length - at)
-            view = slot.view[:count]
-            await self._copy(_read_file, fd, view, offset + at, partial(passed, at, count), at_once)
-            if at and not posted[at - piece].is_set():
-                await posted[at - piece].wait()
-            said = exposed.handle if each or at + count == length else None
-            there = exposed.address + at
-            batch = await pair.begin_write(
-                Piece(slot.address, count, slot.key, there, exposed.key, said)
-            )
-            posted[at].set()
+        async def send(slot: _Slot, at: int, view: memoryview, in_thread: bool) -> None:
+            count, there = len(view), exposed.address + at
+            end = at + count
+
+            def copy() -> None:
+                _read_file(source.fd, view, source.offset + at)
+                passed(at, count, view)
+
+            await self._copy(copy, in_thread)
+            if at and not posted[at].is_set():
+                await posted[at].wait()
+            said = exposed.handle if each or end == source.length else None
+            piece = Piece(slot.address, count, slot.key, there, exposed.key, said)
+            batch = await pair.begin_write(piece)
+            posted[end].set()
             await pair.finish([batch])
 
-        await self._move_pieces(send, length, piece)
+        await self._move_pieces(send, source.length)
 
     async def _move_pieces(
-        self, move: Callable[[_Slot, int], Awaitable[None]], length: int, piece: int
+        self, move: Callable[[_Slot, int, memoryview, bool], Awaitable[None]], length: int
     ) -> None:
-        """Call `move` with a slot and the start of each piece, in order, some at a time. Raises what it
-        raises."""
+        """Call `move` for each piece, in order, some at a time: with a slot, the start of the piece, its
+        bytes in the slot, and whether they are to be copied in a thread. Raises what it raises."""
         share = trio.Semaphore(_SLOTS_AT_ONCE)
+        piece = self.piece_bytes(length)
+        in_thread = length > _ALL_AT_ONCE_BYTES and piece > _AT_ONCE_BYTES and _processors() > 1
 
         async def move_one(slot: _Slot, at: int) -> None:
             try:
-                await move(slot, at)
+                with slot.view[: min(piece, length - at)] as view:
+                    await move(slot, at, view, in_thread)
             finally:
                 self._give_back(slot)
                 share.release()
@@ -214,30 +209,12 @@ class Staging:
         self.free.append(slot)
         self._room.release()
 
-    async def _copy(
-        self,
-        copy: Callable[[int, memoryview, int], None],
-        fd: int,
-        view: memoryview,
-        offset: int,
-        shown: Callable[[memoryview], None],
-        at_once: bool,
-    ) -> None:
-        """Copy and show the bytes. Return only when that is over, even if cancelled. Raises OSError."""
-
-        def work() -> None:
-            copy(fd, view, offset)
-            shown(view)
-
-        with view:
-            if at_once:
-                work()
-            else:
-                await trio.to_thread.run_sync(work, limiter=self._threads)
-
-
-def _copied_at_once(length: int, piece: int) -> bool:
-    return length <= _ALL_AT_ONCE_BYTES or piece <= _AT_ONCE_BYTES or _processors() == 1
+    async def _copy(self, copy: Callable[[], None], in_thread: bool) -> None:
+        """Copy bytes. Return only when that is over, even if cancelled. Raises what it raises."""
+        if in_thread:
+            await trio.to_thread.run_sync(copy, limiter=self._threads)
+        else:
+            copy()
 
 
 def _processors() -> int:

@@ -17,8 +17,8 @@ from .. import Extent, FileRange, Landed, Memory, landed_from
 from ..caller import ControlClient
 from ..device import NotThisWay, Sending, Transfer, Way
 from ..link import Link
-from .messages import QUEUE_PAIRS_MAX, Rail, Rails, RailsFound
-from .path import Path, ask, open_path
+from .messages import NO_QUEUE_PAIR, NOT_BY_VERBS, QUEUE_PAIRS_MAX, Rail, Rails, RailsFound
+from .path import Path, open_path
 from .rails import OwnRail, name_of
 from .rails import pair as paired
 from .rdma import Rdma
@@ -62,16 +62,13 @@ class Lane:
 
 
 class Lanes:
-    """The lanes of one control connection; `run` is a task. `told` has the last state logged
-    for each pair of rails, by name; `stages` is as in Path."""
+    """The lanes of one control connection of a way; `run` is a task."""
 
-    def __init__(
-        self, control: ControlClient, rdma: Rdma, told: dict[str, str], stages: bool
-    ) -> None:
+    def __init__(self, way: "VerbsWay", control: ControlClient) -> None:
         self.control = control
-        self._rdma = rdma
-        self._told = told
-        self._stages = stages
+        self._rdma = way.rdma
+        self._told = way.told
+        self._stages = way.shows_bytes
         self._lanes: list[Lane] = []
         self._first = trio.Event()
         self._looking = trio.CancelScope()
@@ -83,14 +80,9 @@ class Lanes:
         return any(lane.is_usable for lane in self._lanes)
 
     @property
-    def mbit_s(self) -> int:
-        """Return the Mbit/s of all pairs of rails in use."""
-        return sum({lane.name: lane.mbit_s for lane in self._lanes if lane.is_usable}.values())
-
-    @property
-    def usable(self) -> list[str]:
-        """Return the pairs of rails in use."""
-        return list(dict.fromkeys(lane.name for lane in self._lanes if lane.is_usable))
+    def usable(self) -> dict[str, int]:
+        """Return the pairs of rails in use, and the Mbit/s of each."""
+        return {lane.name: lane.mbit_s for lane in self._lanes if lane.is_usable}
 
     async def ready(self) -> None:
         """Wait until there is a queue pair, or until the first attempt to set them up has failed."""
@@ -109,9 +101,9 @@ class Lanes:
 
     def shares(self, length: int) -> list[tuple[int, int]]:
         """Return the starts and lengths of the ranges of a READ: one for each rail, by its speed."""
-        speeds = {lane.name: lane.mbit_s for lane in self._lanes if lane.is_usable}
+        speeds = sorted(self.usable.values(), reverse=True)
         count = max(1, min(len(speeds), length // SHARE_BYTES_MIN))
-        chosen = sorted(speeds.values(), reverse=True)[:count]
+        chosen = speeds[:count]
         shares: list[tuple[int, int]] = []
         at = 0
         for number, speed in enumerate(chosen):
@@ -156,8 +148,8 @@ class Lanes:
         """Set up queue pairs between all rails that reach each other."""
         try:
             own = self._rdma.rails(self.control.ends.here)
-            answer = await ask(self.control, Rails(), RailsFound)
-        except (OSError, NotThisWay) as error:
+            answer = await self.control.ask(Rails(), RailsFound)
+        except OSError as error:
             self._cannot(_text(error))
             return
         each = self._rdma.choice.queue_pairs
@@ -254,14 +246,14 @@ class VerbsWay(Way):
 
     def __init__(self, link: Link, rdma: Rdma, stages: bool) -> None:
         self._link = link
-        self._rdma = rdma
+        self.rdma = rdma
         self.shows_bytes = stages
         self.lanes: Lanes | None = None
         # The last state logged for each pair of rails, by name.
-        self._told: dict[str, str] = {}
+        self.told: dict[str, str] = {}
 
     def suits(self, transfer: Transfer) -> bool:
-        rdma = self._rdma
+        rdma = self.rdma
         if transfer.is_sparse or rdma.why_not:
             return False
         if transfer.length < rdma.choice.threshold_bytes and transfer.memory is not Memory.DEVICE:
@@ -270,8 +262,8 @@ class VerbsWay(Way):
         return record is None or self.name in record.transports
 
     async def reach(self) -> int | None:
-        lanes = await self._connected()
-        return lanes.mbit_s if lanes.is_usable else None
+        usable = (await self._connected()).usable
+        return sum(usable.values()) if usable else None
 
     async def read(self, extent: Extent, start: int, into: FileRange, landed: Landed) -> None:
         async def read_part(at: int, count: int) -> None:
@@ -299,7 +291,7 @@ class VerbsWay(Way):
         control = await self._link.connected()
         lanes = self.lanes
         if lanes is None or lanes.control is not control:
-            lanes = self.lanes = Lanes(control, self._rdma, self._told, self.shows_bytes)
+            lanes = self.lanes = Lanes(self, control)
             control.caller.nursery.start_soon(lanes.run)
         await lanes.ready()
         return lanes
@@ -318,15 +310,20 @@ class VerbsWay(Way):
             lane.bytes_under_way += length
             try:
                 await move(path)
-            except NotThisWay as error:
-                if not path.pair.failure:
+            except (OSError, NotThisWay) as error:
+                code = error.errno if isinstance(error, OSError) else NOT_BY_VERBS
+                why = _text(error)
+                if code == NO_QUEUE_PAIR:
+                    path.pair.fail(f"the node gave it up: {why}")
+                elif code != NOT_BY_VERBS:
                     raise
-                why = str(error)
-                counters.reroutes += 1
-                await lanes.lose(lane, path)
             else:
                 counters.rails[lane.mine.rail.name] += length
                 return
             finally:
                 lane.bytes_under_way -= length
+            if not path.pair.failure:
+                break
+            counters.reroutes += 1
+            await lanes.lose(lane, path)
         raise NotThisWay(why)

@@ -22,6 +22,8 @@ from harness.roce import find_way
 
 from irdmafs.backend.model.placement import replicas_of
 from irdmafs.backend.transport.verbs import devices
+from irdmafs.backend.transport.verbs.rdma import Choice
+from irdmafs.doctor.rdma import check_rdma
 
 from ..command import SETTINGS, Size, Sizes, asserting, measuring, only, wide_console
 from ..files import MIB
@@ -138,7 +140,7 @@ def describe_host() -> str:
     count = len(os.sched_getaffinity(0))
     where = "a guest with soft-RoCE" if IN_GUEST in os.environ else "this machine"
     shared = "one processor, which all processes share" if count == 1 else f"{count} processors"
-    rdma = "; ".join(devices.describe(device) for device in devices.find())
+    rdma = "; ".join(f"{check.name}: {check.found}" for check in check_rdma(Choice()))
     return f"{where}: {os.uname().release}, {shared}; {rdma}"
 
 
