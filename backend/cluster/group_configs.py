@@ -10,12 +10,14 @@ from ..kv import Compares, Conflict, Put
 from ..kv.faults import Faults
 from ..model.records import GROUP_BUCKET_BITS, GroupConfig, Settings, encode, group_key, pool_key
 from .record_keeper import RecordKeeper
+from .replica import Replica
 
 # etcd accepts 128 operations in a transaction.
 CREATED_AT_ONCE = 100
 # Fewer, as one conflict fails the whole transaction.
 CHANGED_AT_ONCE = 60
 _LOOK_AGAIN_S = 1.0
+_NOT_CREATED = GroupConfig(0, ()), 0
 
 
 class Groups(RecordKeeper):
@@ -33,9 +35,10 @@ class Groups(RecordKeeper):
         # Called with a pool's number when a mount wants its groups.
         self.pool_wanted: list[Callable[[int], None]] = []
 
-    def get(self, group: int) -> tuple[GroupConfig, int] | None:
-        """Return a group's configuration and its mod_revision; None: it has not been created."""
-        return self._configs.get(group)
+    def get(self, group: int) -> tuple[GroupConfig, int]:
+        """Return a group's configuration and its mod_revision. One that has not been created has no
+        members, and 0."""
+        return self._configs.get(group, _NOT_CREATED)
 
     def all(self) -> dict[int, tuple[GroupConfig, int]]:
         """Return every group; the mapping must not be changed."""
@@ -46,9 +49,9 @@ class Groups(RecordKeeper):
         return {group >> GROUP_BUCKET_BITS for group in self._configs}
 
     def missing(self, pool: int, settings: Settings) -> list[int]:
-        """Return the groups of a pool that have not been created."""
+        """Return the groups of a pool that have not been created. One whose record is damaged has been."""
         wanted = (pool << GROUP_BUCKET_BITS | bucket for bucket in range(settings.buckets))
-        return [group for group in wanted if group not in self._configs]
+        return [group for group in wanted if group_key(group) not in self._keys]
 
     async def want(
         self,
@@ -78,11 +81,7 @@ class Groups(RecordKeeper):
         )
 
     async def ensure(
-        self,
-        engine: EtcdEngine,
-        pool: int,
-        settings: Settings,
-        place: Callable[[int], Sequence[int]],
+        self, replica: Replica, pool: int, settings: Settings, place: Callable[[int], Sequence[int]]
     ) -> None:
         """Create the groups of a pool, if this is the first use of it.
 
@@ -90,21 +89,17 @@ class Groups(RecordKeeper):
         primary first. When others create the same groups, the first one decides. Returns when all are known
         here. Raises EHOSTUNREACH if `place` returns no node, or raises it.
         """
-        exist: set[int] = set()
-        while missing := [one for one in self.missing(pool, settings) if one not in exist]:
+        while missing := self.missing(pool, settings)[:CREATED_AT_ONCE]:
             puts = []
-            for group in missing[:CREATED_AT_ONCE]:
+            for group in missing:
                 nodes = tuple(place(group))
                 if not nodes:
                     raise OSError(errno.EHOSTUNREACH, "no store node is up to keep data")
                 puts.append(Put(group_key(group), encode(GroupConfig(1, nodes))))
             try:
-                await engine.transact([(put.key, 0) for put in puts], puts)
-                exist.update(missing[:CREATED_AT_ONCE])
-            except Conflict as conflict:
-                exist.add(int.from_bytes(conflict.key[1:], "big"))
-        while self.missing(pool, settings):
-            await self.changed()
+                await replica.transact([(put.key, 0) for put in puts], puts)
+            except Conflict:
+                await replica.barrier()
 
     async def change(
         self,

@@ -113,10 +113,9 @@ class Agent:
         Raises OSError if etcd cannot be asked.
         """
         await self._cluster.replica.barrier()
-        found = self._cluster.groups.get(group)
-        if found is None or node not in found[0].members:
+        config, revision = self._cluster.groups.get(group)
+        if node not in config.members:
             return True
-        config, revision = found
         if (
             node == self.node
             or self.node not in config.in_sync
@@ -208,9 +207,10 @@ class Agent:
             await self._cluster.change(changes, guards)
             changes = {}
             for group, config in fenced.items():
-                found, target = self._cluster.groups.get(group), self._live_target(group)
-                if found and found[0] == config and target and not self._catalog.has_names(group):
-                    changes[group] = found[1], emptied(config, *target)
+                present, revision = self._cluster.groups.get(group)
+                target = self._live_target(group)
+                if present == config and target and not self._catalog.has_names(group):
+                    changes[group] = revision, emptied(config, *target)
             await self._cluster.change(changes, guards)
         except Conflict as conflict:
             log.info("groups of removed nodes stay as they are: %s", conflict)
@@ -237,15 +237,13 @@ class Agent:
     # --- whom to give work
 
     def _group_changed(self, group: int) -> None:
-        found = self._cluster.groups.get(group)
-        before, config = self._before.pop(group, None), found[0] if found is not None else None
+        config, _ = self._cluster.groups.get(group)
+        before, self._before[group] = self._before.get(group, config), config
         self._handover.group_changed(group, before, config)
-        if config is not None:
-            self._before[group] = config
-            gone = set(before.members if before is not None else ()) - set(config.members)
-            for node in gone & self._cluster.members.nodes.keys() - {self.node}:
-                if node in self._target(group):
-                    self._shun(node, f"was taken out of group {group:#x} while it lived")
+        gone = set(before.members) - set(config.members) if config.members else set()
+        for node in gone & self._cluster.members.nodes.keys() - {self.node}:
+            if node in self._target(group):
+                self._shun(node, f"was taken out of group {group:#x} while it lived")
         self._wake.set()
 
     def _node_changed(self, node: int) -> None:

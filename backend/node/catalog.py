@@ -191,14 +191,13 @@ class Catalog:
         named = self._named.get(content)
         return named.ino if named is not None else 0
 
-    def home_of(self, extent: Extent) -> int | None:
-        """Return the group of a named extent."""
+    def home_of(self, extent: Extent) -> int:
+        """Return the group of an extent, 0 (which is none) if it is not named."""
         named = self._named.get(extent.content)
-        return named.group(extent.stripe, self._buckets) if named is not None else None
+        return named.group(extent.stripe, self._buckets) if named is not None else 0
 
     def is_member(self, group: int) -> bool:
-        found = self._groups.get(group)
-        return found is not None and self.files.node in found[0].members
+        return self.files.node in self._groups.get(group)[0].members
 
     def may_store(self, content: int) -> bool:
         """Return whether an extent of this content may still be needed: its session is open, or it is

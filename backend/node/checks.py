@@ -11,7 +11,7 @@ import logging
 import math
 import time
 from collections import OrderedDict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import closing
 from enum import Enum, auto
 
@@ -129,7 +129,8 @@ class Checks:
         """Ask members of an extent's group for its digest, until `found` has `enough` of them (0: ask all).
         Return whether every node that was asked has answered."""
         answered = True
-        for node in self._holders(group):
+        config, _ = self._groups.get(group)
+        for node in filter(self.members.nodes.__contains__, config.in_sync):
             try:
                 digest = await self.digest_of(node, extent)
             except FileNotFoundError:
@@ -143,16 +144,11 @@ class Checks:
                 break
         return answered
 
-    def _holders(self, group: int) -> Iterator[int]:
-        found = self._groups.get(group)
-        if found is not None:
-            yield from (node for node in found[0].in_sync if node in self.members.nodes)
-
     def _all_live(self, check: Check) -> bool:
         """Return whether every node that may have a right copy could be asked."""
         live = self.members.nodes.keys()
-        configs = (self._groups.get(group) for group in check.groups)
-        return all(found and live >= set(found[0].in_sync) for found in configs)
+        holders = [set(self._groups.get(group)[0].in_sync) for group in check.groups]
+        return all(holders) and all(live >= nodes for nodes in holders)
 
 
 class WrongExtents(dict[Extent, bool]):

@@ -47,17 +47,14 @@ class Handover:
         self._told: set[int] = set()
         self._wake = trio.Event()
 
-    def group_changed(
-        self, group: int, before: GroupConfig | None, config: GroupConfig | None
-    ) -> None:
+    def group_changed(self, group: int, before: GroupConfig, config: GroupConfig) -> None:
         """Note a group's new configuration, and the one before; call it for each one."""
         self._sound.pop(group, None)
         self._asked.pop(group, None)
         self._told.discard(group)
-        if config is None:
+        if not config.members:
             self._filled.pop(group, None)
-            return
-        for node in set(before.joining if before is not None else ()) & set(config.in_sync):
+        for node in set(before.joining) & set(config.in_sync):
             self._filled.setdefault(group, {})[node] = time.monotonic()
 
     def may_step(self, group: int, config: GroupConfig, step: GroupConfig, live: set[int]) -> bool:

@@ -122,9 +122,8 @@ class Housekeeping:
             if not self._is_sensible(pool) or not self._cluster.groups.missing(pool, settings):
                 continue
             try:
-                await self._cluster.groups.ensure(
-                    self._cluster.engine, pool, settings, self._cluster.members.placement().target
-                )
+                target = self._cluster.members.placement().target
+                await self._cluster.groups.ensure(self._cluster.replica, pool, settings, target)
                 made = True
             except OSError as error:
                 if error.errno != errno.EHOSTUNREACH:

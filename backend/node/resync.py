@@ -77,7 +77,7 @@ class Resync:
             while True:
                 self._wake = trio.Event()
                 for group in self._touched - self._news.keys():
-                    if self._due(group) is not None:
+                    if self._is_due(group):
                         self._news[group] = trio.Event()
                         nursery.start_soon(self._fill, group)
                 self._touched.clear()
@@ -186,23 +186,19 @@ class Resync:
         for news in self._news.values():
             news.set()
 
-    def _due(self, group: int) -> tuple[GroupConfig, int] | None:
-        found = self._cluster.groups.get(group)
-        if found is not None and (
-            self.node in found[0].joining
-            or (group in self.damaged and self.node in found[0].in_sync)
-        ):
-            return found
-        return None
+    def _is_due(self, group: int) -> bool:
+        config, _ = self._cluster.groups.get(group)
+        is_damaged = group in self.damaged and self.node in config.in_sync
+        return is_damaged or self.node in config.joining
 
     async def _fill(self, group: int) -> None:
         pauses = Pauses(RETRY_FIRST_S, RETRY_MAX_S)
         try:
-            while not self._cluster.session.released and (found := self._due(group)) is not None:
+            while not self._cluster.session.released and self._is_due(group):
                 news = self._news[group] = trio.Event()
                 try:
                     async with self._slots:
-                        progressed = await self._advance(group, *found)
+                        progressed = await self._advance(group)
                 except OSError as error:
                     log.warning("group %#x is not filled yet: %s", group, error)
                     progressed = False
@@ -217,9 +213,10 @@ class Resync:
             self._left.pop(group, None)
             self._lost.pop(group, None)
 
-    async def _advance(self, group: int, config: GroupConfig, revision: int) -> bool:
+    async def _advance(self, group: int) -> bool:
         """Do one round. Return whether there was progress. Raises OSError if a member or etcd could not be
         asked."""
+        config, revision = self._cluster.groups.get(group)
         await self._cluster.session.wait_valid()
         await self._cluster.replica.wait_applied(revision)
         if self._cluster.groups.get(group) != (config, revision):
@@ -267,8 +264,7 @@ class Resync:
         replica shows after a barrier, or they are nowhere: waiting for them would keep the group degraded
         for ever."""
         await self._cluster.replica.barrier()
-        found = self._cluster.groups.get(group)
-        if found is None or found[0] != config:
+        if self._cluster.groups.get(group)[0] != config:
             return
         lost = [extent for extent in denied if self._catalog.is_missing(extent)]
         if lost:

@@ -87,10 +87,9 @@ class NodeService(Service[Incoming]):
         self._check_serving()
         session = session_of(extent.content)
         await self._catch_up(max(target.config, session))
-        found = self._cluster.groups.get(target.group)
-        if found is None:
+        config, revision = self._cluster.groups.get(target.group)
+        if not revision:
             raise OSError(errno.EINVAL, f"there is no group {target.group:#x}")
-        config, revision = found
         if revision != target.config:
             raise Fenced(target.group)
         if self.node not in config.members:

@@ -396,11 +396,11 @@ async def test_groups_of_a_pool_are_created_once_by_whoever_is_first(keys: EtcdK
         start = first.replica.applied
 
         async def create(who: Process, nodes: tuple[int, ...]) -> None:
-            await who.groups.ensure(who.engine, 2, SETTINGS, lambda group: nodes)
+            await who.groups.ensure(who.replica, 2, SETTINGS, lambda group: nodes)
             assert set(who.groups.all()) == {2 << 16 | bucket for bucket in range(16)}
 
         with pytest.raises(OSError, match="no store node"):
-            await first.groups.ensure(first.engine, 2, SETTINGS, lambda group: ())
+            await first.groups.ensure(first.replica, 2, SETTINGS, lambda group: ())
         async with trio.open_nursery() as both:
             both.start_soon(create, first, (1, 2))
             both.start_soon(create, second, (3, 4))
@@ -420,10 +420,21 @@ async def test_groups_of_a_pool_are_created_once_by_whoever_is_first(keys: EtcdK
     assert len(told) == len(set(told)) == 16
 
 
+async def test_a_damaged_record_of_a_group_is_no_reason_to_wait_for_that_group(
+    keys: EtcdKeys,
+) -> None:
+    async with EtcdEngine(keys.endpoints, keys.prefix) as engine:
+        await engine.transact((), [Put(records.group_key(2 << 16 | 3), b"damaged")])
+    async with process(keys) as one:
+        with trio.fail_after(10):
+            await one.groups.ensure(one.replica, 2, SETTINGS, lambda group: (1, 2))
+        assert len(one.groups.all()) == SETTINGS.buckets - 1
+
+
 async def test_groups_that_changed_meanwhile_are_left_alone(keys: EtcdKeys) -> None:
     async with process(keys) as one:
         groups, engine = one.groups, one.engine
-        await groups.ensure(engine, 2, SETTINGS, lambda group: (1, 2))
+        await groups.ensure(one.replica, 2, SETTINGS, lambda group: (1, 2))
         before = dict(groups.all())
         moved = random.sample(sorted(before), 3)
         for group in moved:
@@ -511,9 +522,7 @@ async def notice(made: Cluster, node: int) -> None:
 def assert_readable(made: Cluster, writer: Writer) -> None:
     """Every member in sync has every published content, whole."""
     for extent, data in writer.published.items():
-        found = writer.groups.get(writer.group_of[extent])
-        assert found is not None
-        for node in found[0].in_sync:
+        for node in writer.groups.get(writer.group_of[extent])[0].in_sync:
             files = made.running[node].files
             with descriptor(files.open(extent)) as fd:
                 assert os.pread(fd, len(data) + 1, 0) == data
@@ -693,9 +702,7 @@ async def test_live_member_is_evicted_only_by_one_in_sync_that_cannot_reach_it(
         made.cut.add((here.id, there.id))
         assert await here.agent.evict(group, there.id)
         await writer.replica.barrier()
-        found = writer.groups.get(group)
-        assert found is not None
-        assert found[0].in_sync == (here.id,)
+        assert writer.groups.get(group)[0].in_sync == (here.id,)
         assert not await there.agent.evict(group, here.id)  # it is out itself
         assert await here.agent.evict(group, there.id)  # is so already
 

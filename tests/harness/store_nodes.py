@@ -251,9 +251,7 @@ class Writer:
             content = await self.session.wait_valid() << 24 | self._number
             if extent.content != content:
                 extent, have = Extent(content, 0), set()
-            found = self.groups.get(group)
-            assert found is not None
-            config, revision = found
+            config, revision = self.groups.get(group)
             have = {node for node in have if before and has_still(before, config, node)}
             before = config
             if not self._send(extent, data, config, have):

@@ -171,9 +171,7 @@ class Writer:
     def target(self, layout: Layout) -> tuple[int, Target]:
         """The first node to send to, and what to tell it."""
         group = self.group(layout)
-        found = self.groups.get(group)
-        assert found is not None
-        config, revision = found
+        config, revision = self.groups.get(group)
         return config.members[0], Target(group, revision, config.members[1:])
 
     async def put(self, content: int, data: bytes, layout: Layout) -> None:
@@ -194,9 +192,7 @@ class Writer:
 
     async def commit(self, ino: int, content: int, size: int, layout: Layout) -> Inode:
         group = self.group(layout)
-        found = self.groups.get(group)
-        assert found is not None
-        guards = [(records.group_key(group), found[1]), self.session.compare()]
+        guards = [(records.group_key(group), self.groups.get(group)[1]), self.session.compare()]
         return await self.namespace.publish(
             NewVersion(ino, records.ContentId(content), size, 8, time.time_ns(), layout=layout),
             guards,
@@ -224,8 +220,7 @@ class Writer:
             return os.pread(fd, size, 0)
 
     def in_sync(self) -> tuple[int, ...]:
-        found = self.groups.get(self.group(self.layout()))
-        return found[0].in_sync if found else ()
+        return self.groups.get(self.group(self.layout()))[0].in_sync
 
 
 @asynccontextmanager
@@ -249,12 +244,8 @@ async def writing(place: Place) -> AsyncIterator[Writer]:
             session_key=writer.session_key,
         ) as writer.peers:
             with trio.fail_after(90):
-                await writer.groups.ensure(
-                    engine,
-                    place.settings.replicas,
-                    place.settings,
-                    writer.members.placement().target,
-                )
+                settings, target = place.settings, writer.members.placement().target
+                await writer.groups.ensure(writer.replica, settings.replicas, settings, target)
                 yield writer
         await writer.session.release()
         nursery.cancel_scope.cancel()

@@ -60,9 +60,7 @@ class Attacker:
 
     def target(self, inode: Inode) -> Target:
         group = group_of(inode.layout, 0, BUCKETS)
-        found = self.groups.get(group)
-        assert found is not None
-        return Target(group, found[1], ())
+        return Target(group, self.groups.get(group)[1], ())
 
 
 @asynccontextmanager

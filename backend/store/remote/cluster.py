@@ -162,8 +162,7 @@ class Cluster(Member):
         return address.store if address is not None else ""
 
     def has_member_here(self, group: int) -> bool:
-        found = self.groups.get(group)
-        return found is not None and self.here in found[0].members
+        return self.here in self.groups.get(group)[0].members
 
 
 def _is_store_of(directory: str, node: int) -> bool:

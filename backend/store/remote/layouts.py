@@ -93,8 +93,7 @@ class Layouts:
         return [*map(self._group_row, groups)]
 
     def _group_row(self, group: int) -> dict[str, Any]:
-        found = self._cluster.groups.get(group)
-        config = found[0] if found is not None else GroupConfig(0, ())
+        config, _ = self._cluster.groups.get(group)
         nodes = [self._node_row(node, config) for node in config.members]
         return {"group": group, "nodes": nodes}
 
@@ -144,7 +143,8 @@ class Layouts:
     async def ensure_groups(self, layout: Layout) -> None:
         """Return when there are placement groups for contents of this layout. Raises OSError."""
         cluster = self._cluster
-        if cluster.groups.get(group_of(layout, 0, cluster.buckets)) is not None:
+        _, revision = cluster.groups.get(group_of(layout, 0, cluster.buckets))
+        if revision:
             return
         pool = pool_of(layout.replicas, layout.policy)
         target = self._members.placement().target

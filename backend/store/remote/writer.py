@@ -136,10 +136,9 @@ class Transfer:
         """Return the members that a small content has to be put on, and the message for each of them; None
         if its group does not exist. Call `put_on` for each one that has it, and `complete` in any case."""
         group = group_of(self._layout, 0, self._cluster.buckets)
-        found = self._cluster.groups.get(group)
-        if found is None:
+        config, revision = self._cluster.groups.get(group)
+        if not revision:
             return None
-        config, revision = found
         self.asked.update(config.members)
         data = os.pread(self._fd, self._size, 0)
         return config, Put(Extent(self._content, 0), Target(group, revision, ()), data)
@@ -158,12 +157,11 @@ class Transfer:
         """Return whether the bytes will pass through this process's memory, and so be hashed there. Bytes
         that do not after all are read again."""
         cluster = self._cluster
-        found = cluster.groups.get(group_of(self._layout, 0, cluster.buckets))
+        config, _ = cluster.groups.get(group_of(self._layout, 0, cluster.buckets))
         return (
             self._size > cluster.small_bytes
             and not self._is_adoptable
-            and found is not None
-            and all(map(cluster.peers.shows_bytes, found[0].members))
+            and all(map(cluster.peers.shows_bytes, config.members))
         )
 
     async def _hash(self) -> None:
@@ -187,10 +185,9 @@ class Transfer:
         full = time.monotonic() + _FULL_S
         waits = False
         while True:
-            found = cluster.groups.get(group)
-            if found is None:
+            config, revision = found = cluster.groups.get(group)
+            if not revision:
                 raise OSError(errno.EIO, f"placement group {group:#x} does not exist")
-            config, revision = found
             have = self._still_have(stripe, config)
             missing = [node for node in config.members if node not in have]
             if not missing:
