@@ -329,10 +329,8 @@ class SharedCommitter:
         self._tree.keep(former)
 
     async def store(self, directory: int) -> None:
-        """Store what is deferred, and the files in a directory that this mount keeps to itself; no other
-        mount sees them yet. Raises OSError."""
-        assert self.deferred is not None, "a mount with claims defers changes"
-        await self.deferred.store()
+        """Store the files in a directory that this mount keeps to itself; no other mount sees them yet.
+        Raises OSError."""
         while kept := [
             inode.ino
             for inode in self._tree.inodes.unrecorded()

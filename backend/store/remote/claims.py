@@ -36,7 +36,6 @@ from ...kv import Compare, Conflict, Delete, Exists, Put
 from ...model.records import CLAIM, FOLLOWED, WISH, claim_key, wish_key
 from ...namespace import SharedCommitter
 from ...namespace.commit import Commit
-from ...namespace.deferred import Deferred
 from ...namespace.drafts import is_draft
 from ...namespace.inode import inode_key
 from ...pauses import Rests
@@ -362,10 +361,10 @@ class Claims(RecordKeeper):
 
     # -- giving up ---------------------------------------------------------------------------------
 
-    async def run(self, committer: SharedCommitter, deferred: Deferred) -> None:
+    async def run(self, committer: SharedCommitter) -> None:
         """Give up the claims that others want, and idle ones; share those of directories that others
         follow."""
-        self._committer, self._deferred = committer, deferred
+        self._committer = committer
         tick_at = 0.0
         while True:
             with trio.move_on_after(_TICK_S):
@@ -461,3 +460,4 @@ class Claims(RecordKeeper):
             if now - changed > _WITHIN_S:
                 del self._changed[directory]
         self._late = {lease: until for lease, until in self._late.items() if until > now}
+        self._born = set(filter(self._member.tree.inodes.__contains__, self._born))

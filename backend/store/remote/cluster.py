@@ -100,7 +100,7 @@ class Cluster(Member):
         start_soon(self.renewal.run)
         start_soon(self.leases.run)
         start_soon(self.deferred.run)
-        start_soon(self.claims.run, self._committer, self.deferred)
+        start_soon(self.claims.run, self._committer)
         start_soon(self.locks.run)
 
     async def leave(self) -> None:

@@ -28,6 +28,7 @@ from ...kv import Delete, Put
 from ...namespace import ROOT_INO, Inode
 from ...namespace.attributes import FOLLOW
 from ...pauses import Rests
+from ...unwrap import if_it_fails
 from .member import Member
 
 log = logging.getLogger(__name__)
@@ -81,8 +82,8 @@ class Leases:
         self._members = member.members
         self._session = member.session
         self._nursery = member.nursery
-        # Directories, with the leases under which they are followed; 0: not any more, but the key that says
-        # so may still be there.
+        # Directories, with the leases under which they are followed; 0: they are not, but the key that says
+        # so may be there.
         self._held: dict[int, int] = {}
         self._sure_until_s = 0.0  # to know everything, by now_s()
         # By the lease of a follower that is not waited for: the revision that it should have acknowledged.
@@ -196,14 +197,15 @@ class Leases:
             self._for_good.add(directory)
         async with self._changing:
             lease, asked_s = self._session.lease, now_s()
-            # Earlier changes have been applied here then, and hosts that commit later know of this
-            # follower.
-            await self._transact(Put(followed_key(directory, lease), b"", lease))
-            if self._followed_under != lease:
-                self._followed_under = lease
-                self._be_sure(asked_s)
-            elif now_s() >= self._sure_until_s:
-                await self._confirm()
+            with if_it_fails(partial(self._held.update, {directory: 0})):
+                # Earlier changes have been applied here then, and hosts that commit later know of this
+                # follower.
+                await self._transact(Put(followed_key(directory, lease), b"", lease))
+                if self._followed_under != lease:
+                    self._followed_under = lease
+                    self._be_sure(asked_s)
+                elif now_s() >= self._sure_until_s:
+                    await self._confirm()
             if lease == self._session.lease:
                 self._held[directory] = lease
                 self._ways.clear()
@@ -245,6 +247,7 @@ class Leases:
             and directory not in self._rests
             and self.may_follow(directory)
         ):
+            interest.opens = interest.changes = 0
             self._asking.add(directory)
             self._nursery.start_soon(self._follow_quietly, directory)
 
@@ -261,8 +264,6 @@ class Leases:
 
     async def _follow_quietly(self, directory: int) -> None:
         try:
-            interest = self._interest[directory]
-            interest.opens = interest.changes = 0
             await self.follow(directory)
         except OSError as error:
             log.info("directory %d is not followed: %s", directory, error)
