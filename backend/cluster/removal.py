@@ -11,6 +11,7 @@ docs/replication.md says why this is safe. Each step can be repeated, and done b
 
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from functools import partial
 from typing import NamedTuple
 
 import trio
@@ -21,7 +22,7 @@ from ..model.groups import refenced
 from ..model.placement import groups_of
 from ..model.values import ConfigError
 from ..namespace import Inode, Namespace, SharedCommitter, Tree
-from ..unwrap import background, only_error
+from ..unwrap import background, for_each, only_error
 from .group_configs import Groups
 from .membership import Members, removed_for_good
 from .replica import Replica
@@ -133,24 +134,17 @@ class Removal:
             inodes = self._inodes_of(groups)
             if not inodes:
                 return
-            limit = trio.CapacityLimiter(_UNLINKS_AT_ONCE)
+            unlink = partial(self._unlink, groups)
             try:
-                async with trio.open_nursery() as nursery:
-                    for inode in inodes:
-                        nursery.start_soon(self._unlink, inode, groups, limit)
+                await for_each(inodes, unlink, at_once=_UNLINKS_AT_ONCE)
             except BaseExceptionGroup as group:
                 raise only_error(group) from group
             await self._replica.barrier()
         raise ConfigError("names are given to lost files all the time; try again")
 
-    async def _unlink(
-        self, inode: Inode, groups: frozenset[int], limit: trio.CapacityLimiter
-    ) -> None:
-        async with limit:
-            for parent, name in self._namespace.names_of(inode.ino):
-                await self._namespace.unlink_if(
-                    parent, name, lambda found: self._is_in(found, groups)
-                )
+    async def _unlink(self, groups: frozenset[int], inode: Inode) -> None:
+        for parent, name in self._namespace.names_of(inode.ino):
+            await self._namespace.unlink_if(parent, name, partial(self._is_in, groups))
 
     async def _note(self, directories: tuple[int, ...], revision: int) -> None:
         self._newest = max(self._newest, revision)
@@ -158,9 +152,9 @@ class Removal:
     def _inodes_of(self, groups: frozenset[int]) -> list[Inode]:
         if not groups:
             return []
-        return [inode for inode in self._namespace.inodes.values() if self._is_in(inode, groups)]
+        return [inode for inode in self._namespace.inodes.values() if self._is_in(groups, inode)]
 
-    def _is_in(self, inode: Inode, groups: frozenset[int]) -> bool:
+    def _is_in(self, groups: frozenset[int], inode: Inode) -> bool:
         settings = self._members.settings
         assert settings is not None
         size = inode.size if inode.extent else 0

@@ -18,6 +18,7 @@ import trio
 
 from ..model.records import GroupConfig
 from ..transport import Extent
+from ..unwrap import for_each
 from .catalog import Catalog
 from .checks import Checks, Verdict
 
@@ -88,17 +89,14 @@ class Handover:
 
     async def _is_sound(self, group: int, config: GroupConfig, step: GroupConfig) -> bool:
         leaving = [node for node in config.in_sync if node not in step.in_sync]
-        limit = trio.CapacityLimiter(_EXTENTS_AT_ONCE)
         bad: list[Extent] = []
 
         async def look_at(extent: Extent) -> None:
-            async with limit:
-                if not await self._is_kept(extent, step.in_sync, leaving):
-                    bad.append(extent)
+            if not await self._is_kept(extent, step.in_sync, leaving):
+                bad.append(extent)
 
-        async with trio.open_nursery() as nursery:
-            for extent, _ in list(self._catalog.extents_of(group)):
-                nursery.start_soon(look_at, extent)
+        extents = [extent for extent, _ in self._catalog.extents_of(group)]
+        await for_each(extents, look_at, at_once=_EXTENTS_AT_ONCE)
         if bad and group not in self._told:
             self._told.add(group)
             log.warning(

@@ -3,7 +3,7 @@
 import json
 import logging
 import os
-from collections.abc import Awaitable, Callable, Coroutine
+from collections.abc import Callable, Coroutine
 from contextlib import AbstractAsyncContextManager
 from functools import partial
 from typing import Any
@@ -17,6 +17,7 @@ from ...namespace import ROOT_INO, Namespace, SharedCommitter
 from ...transport.movers import all_movers
 from ...transport.peers import Peers, open_peers, patience_s
 from ...transport.verbs.rdma import Rdma
+from ...unwrap import for_each
 from .claims import Claims
 from .contents import Contents
 from .leases import Leases
@@ -180,19 +181,4 @@ def for_each_stripe(
 ) -> Coroutine[Any, Any, None]:
     """Do `work` for every stripe, a few at a time. Errors are raised as a group, except if there is one
     stripe only."""
-    return work(0) if stripes == 1 else _for_several(stripes, work)
-
-
-async def _for_several(stripes: int, work: Callable[[int], Awaitable[None]]) -> None:
-    limit = trio.CapacityLimiter(_STRIPES_AT_ONCE)
-
-    async def work_on(stripe: int) -> None:
-        try:
-            await work(stripe)
-        finally:
-            limit.release_on_behalf_of(stripe)
-
-    async with trio.open_nursery() as nursery:
-        for stripe in range(stripes):
-            await limit.acquire_on_behalf_of(stripe)
-            nursery.start_soon(work_on, stripe)
+    return work(0) if stripes == 1 else for_each(range(stripes), work, at_once=_STRIPES_AT_ONCE)
