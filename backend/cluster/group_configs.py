@@ -96,10 +96,7 @@ class Groups(RecordKeeper):
                 if not nodes:
                     raise OSError(errno.EHOSTUNREACH, "no store node is up to keep data")
                 puts.append(Put(group_key(group), encode(GroupConfig(1, nodes))))
-            try:
-                await replica.transact([(put.key, 0) for put in puts], puts)
-            except Conflict:
-                await replica.barrier()
+            await replica.attempt([(put.key, 0) for put in puts], puts)
 
     async def change(
         self,

@@ -15,7 +15,7 @@ import trio
 
 from ..etcd.admin import remedy
 from ..etcd.engine import EtcdEngine
-from ..kv import Conflict, Put
+from ..kv import Put
 from ..model.placement import policy_of, replicas_of, retargeted
 from ..model.policy import POLICIES_MAX, REPLICAS_MAX, Candidate
 from ..model.records import GROUP_BUCKET_BITS, encode, targets_key
@@ -101,13 +101,8 @@ class Housekeeping:
             self._fitting[pool] = candidates, rule, revision
             return False
         put = Put(targets_key(pool), encode(targets))
-        try:
-            newest = await self._cluster.engine.transact([(put.key, revision)], [put])
-        except Conflict:
-            await self._cluster.replica.barrier()
-            return True
-        log.info("the groups of pool %#x are to be on %d nodes", pool, len(targets.nodes))
-        await self._cluster.replica.wait_applied(newest)
+        if await self._cluster.replica.attempt([(put.key, revision)], [put]):
+            log.info("the groups of pool %#x are to be on %d nodes", pool, len(targets.nodes))
         return True
 
     # --- groups

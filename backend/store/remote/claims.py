@@ -23,7 +23,7 @@ likewise what it deferred; it gives all its claims up, and takes none for longer
 import errno
 import logging
 import time
-from collections.abc import Awaitable, Callable, Iterator, Sequence
+from collections.abc import Awaitable, Callable, Iterator
 from contextlib import contextmanager
 from itertools import islice
 from typing import NamedTuple
@@ -294,7 +294,8 @@ class Claims(RecordKeeper):
         await self._wait_for_holder(directory, self.is_of_another, self._wish)
         lease = self._session.lease
         if lease in self._wishes.get(directory, ()):
-            await self._change([], wish_key(directory, lease))
+            delete = Delete(wish_key(directory, lease))
+            await self._member.replica.transact((), [delete])
 
     async def look(self, directory: int) -> None:
         """Return when no other mount has an exclusive claim of the directory. Raises OSError."""
@@ -324,7 +325,8 @@ class Claims(RecordKeeper):
             if directory not in self._member.writable:
                 return
             key = claim_key(directory)
-            if await self._change([(key, claim.revision)], key) and ends:
+            replica = self._member.replica
+            if await replica.attempt([(key, claim.revision)], [Delete(key)]) and ends:
                 self._late[lease] = time.monotonic() + _LATE_S
 
     async def _is_answered(
@@ -348,16 +350,6 @@ class Claims(RecordKeeper):
     async def _follow(self, directory: int) -> None:
         if not self._leases.follows(directory):
             await self._leases.follow(directory)
-
-    async def _change(self, conditions: Sequence[tuple[bytes, int]], *deleted: bytes) -> bool:
-        """Delete keys if the conditions hold. Return whether they did, when the replica shows how things
-        are."""
-        try:
-            await self._member.replica.transact(conditions, [Delete(key) for key in deleted])
-        except Conflict:
-            await self._member.replica.barrier()
-            return False
-        return True
 
     # -- giving up ---------------------------------------------------------------------------------
 
@@ -420,7 +412,8 @@ class Claims(RecordKeeper):
                         return
                 keys = (wish_key(one, lease) for one in held for lease in self._wishes.get(one, ()))
                 wishes = islice(keys, _WISHES_AT_ONCE - len(held))
-                if await self._change(conditions, *map(claim_key, held), *wishes):
+                deletes = [*map(Delete, map(claim_key, held)), *map(Delete, wishes)]
+                if await self._member.replica.attempt(conditions, deletes):
                     for directory in held:
                         self._used.pop(directory, None)
         except OSError as error:

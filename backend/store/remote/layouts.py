@@ -11,7 +11,7 @@ from ....inline import detach
 from ...cluster.membership import Members
 from ...files.digest import BLOCK_BYTES, PARTS_MAX
 from ...files.sparse import allocated_bytes
-from ...kv import Conflict, Put
+from ...kv import Put
 from ...model.placement import group_of, local_seed, pool_of, seed_of
 from ...model.policy import Policy, parse_policy, policy_id
 from ...model.records import GroupConfig, Layout, policy_key
@@ -118,14 +118,10 @@ class Layouts:
             return
         await detach()
         rule = parse_policy(value.decode("ascii", errors="replace")).rule
-        replica = self._cluster.replica
         while rule and rule not in self._members.policies.values():
             number = policy_id(rule, self._members.policies)
             key = policy_key(number)
-            try:
-                await replica.transact([(key, 0)], [Put(key, rule.encode())])
-            except Conflict:
-                await replica.barrier()
+            await self._cluster.replica.attempt([(key, 0)], [Put(key, rule.encode())])
 
     # -- the groups ------------------------------------------------------------------------------
 
