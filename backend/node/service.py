@@ -62,8 +62,7 @@ class NodeService(Service[Incoming]):
         self._started = time.monotonic()
         self._closed = False
         self._receiving = 0
-        self._quiet = trio.Event()
-        self._quiet.set()
+        self._draining = trio.lowlevel.ParkingLot()
 
     # -- taking in -------------------------------------------------------------------------------
 
@@ -208,8 +207,9 @@ class NodeService(Service[Incoming]):
         self._closed = True
 
     async def drained(self) -> None:
-        """Wait until nothing is being received."""
-        await self._quiet.wait()
+        """Wait until nothing is being received, after `close`."""
+        while self._receiving:
+            await self._draining.park()
 
     def _check_serving(self) -> None:
         if self._closed:
@@ -241,13 +241,11 @@ class NodeService(Service[Incoming]):
                 log.info("the store is full, and what can go is not known: %s", error)
 
     def _begin(self, incoming: Incoming) -> Incoming:
-        if not self._receiving:
-            self._quiet = trio.Event()
         self._receiving += 1
         incoming.closed = self._end
         return incoming
 
     def _end(self) -> None:
         self._receiving -= 1
-        if not self._receiving:
-            self._quiet.set()
+        if self._closed:
+            self._draining.unpark_all()
