@@ -63,13 +63,14 @@ now_s: Final = partial(time.clock_gettime, time.CLOCK_BOOTTIME)
 
 
 class Session:
-    """The lease of a mount (`MOUNT`) or of a store node (`NODE`, whose id is `node`)."""
+    """The lease of a mount (`MOUNT`) or of a store node (`NODE`, whose id is `node`). `record` may be told
+    by `update` before `run`."""
 
     def __init__(
         self,
         engine: EtcdEngine,
         key_kind: bytes,
-        record: MountRecord | NodeAddress,
+        record: MountRecord | NodeAddress | None,
         ttl_s: int,
         *,
         node: int = 0,
@@ -242,6 +243,7 @@ class Session:
 
     async def _put_key(self, lease: int) -> int:
         """Put the key, and return its revision. Raises Removed, OSError."""
+        assert self.record is not None, "a node tells it before it registers"
         put = Put(self.key, encode(self.record), lease)
         while True:
             compares: list[Compare] = [(self.key, await self._revision_to_replace())]

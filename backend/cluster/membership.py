@@ -150,10 +150,6 @@ class Members(RecordKeeper):
         assert self.settings is not None, "a member starts with the settings"
         return float(self.settings.lease_ttl_s)
 
-    def address(self, node: int) -> NodeAddress | None:
-        """Return the address of a node; None: it is not alive."""
-        return self.nodes.get(node)
-
     def candidates(
         self, patience_s: float = 0.0, holders: Collection[int] = ()
     ) -> tuple[Candidate, ...]:

@@ -280,7 +280,7 @@ async def _ask_each(
     credentials = config.cluster.credentials("admin")
     async with (
         open_peers(
-            found.members.address, (), credentials=credentials, name="command", role="admin"
+            found.members.nodes.get, (), credentials=credentials, name="command", role="admin"
         ) as peers,
         trio.open_nursery() as nursery,
     ):

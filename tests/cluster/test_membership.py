@@ -209,7 +209,7 @@ async def test_second_store_with_the_same_node_id_is_refused(keys: EtcdKeys) -> 
         await nursery.start(second.run)
         assert second.number > first.number
         await node.replica.wait_applied(second.number)
-        assert node.members.address(7) == address(7)
+        assert node.members.nodes.get(7) == address(7)
         nursery.cancel_scope.cancel()
 
 
@@ -303,7 +303,7 @@ async def test_members_tell_which_nodes_live(keys: EtcdKeys) -> None:
         await watcher.replica.barrier()
         assert members.records == {7: NodeRecord("up", 1.0, {"zone": "a"})}
         assert list(members.dead_since) == [7]
-        assert members.address(7) is None
+        assert members.nodes.get(7) is None
         assert members.placement().candidates == ()
         assert members.candidates(60) == ()  # who is dead is kept, not brought in
         assert [c.node for c in members.candidates(60, {7})] == [7]
@@ -311,7 +311,7 @@ async def test_members_tell_which_nodes_live(keys: EtcdKeys) -> None:
         session = Session(engine, NODE, address(7), TTL_S, node=7)
         await nursery.start(session.run)
         await watcher.replica.barrier()
-        assert members.address(7) == address(7)
+        assert members.nodes.get(7) == address(7)
         assert not members.dead_since
         assert [c.node for c in members.placement().candidates] == [7]
         assert members.placement() is members.placement()

@@ -235,7 +235,7 @@ async def writing(place: Place) -> AsyncIterator[Writer]:
         await nursery.start(writer.session.run)
         await writer.namespace.ensure_root()
         async with open_peers(
-            writer.members.address,
+            writer.members.nodes.get,
             all_movers(),
             credentials=None,
             name="test",
@@ -295,7 +295,7 @@ async def test_a_node_tells_what_it_is_and_has(place: Place) -> None:
         # Once the node knows that it was published, it does not take it for pending any more.
         path = node.store / f"extents/{content:x}.0"
         await writer.until(lambda: not path.stat().st_mode & stat.S_IWUSR)
-        async with open_peers(writer.members.address, (), name="admin", role="admin") as admin:
+        async with open_peers(writer.members.nodes.get, (), name="admin", role="admin") as admin:
             status = await admin.status(node.id)
         assert status["node"] == f"{node.id:016x}"
         assert (status["extents"], status["pending_extents"], status["bytes"]) == (2, 1, 1007)

@@ -74,7 +74,7 @@ async def attacking(cluster: Cluster, of_certificate: str = "") -> AsyncIterator
         await attacker.replica.start(nursery)
         await nursery.start(attacker.session.run)
         async with open_peers(
-            attacker.members.address,
+            attacker.members.nodes.get,
             all_movers(),
             credentials=credentials,
             name="attacker",
