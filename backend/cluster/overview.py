@@ -198,9 +198,7 @@ class Cluster:
 
     def _target_with(self, candidates: Sequence[Candidate]) -> Callable[[int], tuple[int, ...]]:
         """Return the targets of each group if these were the nodes."""
-        settings = self.members.settings
-        assert settings is not None
-        buckets, rules = settings.buckets, self.members.policies
+        buckets, rules = self.members.settings.buckets, self.members.policies
         # The pool has no targets in etcd yet.
         fresh = placement.Placement(candidates, buckets, rules)
         targets: dict[int, placement.Targets] = {}

@@ -155,10 +155,8 @@ class Removal:
         return [inode for inode in self._namespace.inodes.values() if self._is_in(groups, inode)]
 
     def _is_in(self, groups: frozenset[int], inode: Inode) -> bool:
-        settings = self._members.settings
-        assert settings is not None
         size = inode.size if inode.extent else 0
-        return not groups.isdisjoint(groups_of(inode.layout, size, settings.buckets))
+        return not groups.isdisjoint(groups_of(inode.layout, size, self._members.settings.buckets))
 
 
 @asynccontextmanager

@@ -75,11 +75,18 @@ class Checks:
                     self._told.popitem(last=False)
         return found
 
-    async def digest_of(self, node: int, extent: Extent) -> bytes:
-        """Return the digest of a node's copy, as `tell` does. Raises OSError: ENOENT if it has none."""
-        if node == self._files.node:
-            return await self.tell(extent)
-        return await self.device(node).digest(extent)
+    async def digest_of(self, node: int, extent: Extent) -> bytes | None:
+        """Return the digest of a node's copy, as `tell` does; b"" if it has none, None if it does not
+        say."""
+        try:
+            if node == self._files.node:
+                return await self.tell(extent)
+            return await self.device(node).digest(extent)
+        except FileNotFoundError:
+            return b""
+        except OSError as error:
+            log.info("extent %x.%x of node %x: %s", *extent, node, error)
+            return None
 
     async def doubt(self, node: int, extent: Extent) -> None:
         """Tell another node that its copy seems to be wrong, so that the node checks it."""
@@ -131,17 +138,13 @@ class Checks:
         answered = True
         config, _ = self._groups.get(group)
         for node in filter(self.members.nodes.__contains__, config.in_sync):
-            try:
-                digest = await self.digest_of(node, extent)
-            except FileNotFoundError:
-                continue
-            except OSError as error:
-                log.info("extent %x.%x of node %x: %s", *extent, node, error)
+            digest = await self.digest_of(node, extent)
+            if digest is None:
                 answered = False
-                continue
-            found[digest] = None
-            if len(found) == enough:
-                break
+            elif digest:
+                found[digest] = None
+                if len(found) == enough:
+                    break
         return answered
 
     def _all_live(self, check: Check) -> bool:

@@ -134,13 +134,9 @@ class Handover:
 
     async def _look(self, extent: Extent, node: int) -> _Copy | None:
         """Return a node's copy, None if the node could not be asked."""
-        try:
-            digest = await self._checks.digest_of(node, extent)
-        except FileNotFoundError:
-            return _Copy(Verdict.WRONG, b"")
-        except OSError as error:
-            log.info("extent %x.%x of node %x: %s", *extent, node, error)
-            return None
+        digest = await self._checks.digest_of(node, extent)
+        if not digest:
+            return None if digest is None else _Copy(Verdict.WRONG, b"")
         return _Copy(await self._checks.verdict(extent, digest), digest)
 
     async def _tell(self, extent: Extent, node: int) -> None:

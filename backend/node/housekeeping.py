@@ -57,7 +57,7 @@ class Housekeeping:
     async def retarget(self) -> bool:
         """Make the targets anew of each pool for which the candidate nodes or the placement rule have
         changed. Return whether there was any such pool. Raises OSError."""
-        if not self.acts() or self._cluster.members.settings is None:
+        if not self.acts():
             return False
         changed = False
         for pool in sorted(self._cluster.groups.pools()):
@@ -109,10 +109,9 @@ class Housekeeping:
 
     async def make_groups(self) -> bool:
         """Create the groups of the pools that mounts want. Return whether there were any to create."""
-        settings = self._cluster.members.settings
-        if settings is None or not self.acts():
+        if not self.acts():
             return False
-        made = False
+        made, settings = False, self._cluster.members.settings
         for pool in sorted(self._cluster.groups.wanted):
             if not self._is_sensible(pool) or not self._cluster.groups.missing(pool, settings):
                 continue

@@ -82,7 +82,7 @@ class Cluster(Member):
             credentials=self.credentials,
             name=f"{self.host}:{os.getpid()}", role=self.role,
             session=lambda: self.session.number, session_key=session_key,
-            timeout_s=patience_s(self.settings), is_revoked=self.certificates.is_revoked,
+            timeout_s=patience_s(self.members.settings), is_revoked=self.certificates.is_revoked,
         )  # fmt: skip
 
     # -- life ------------------------------------------------------------------------------------

@@ -40,7 +40,7 @@ class Layouts:
 
     def of_name(self, parent: int, name: bytes) -> Layout:
         """Return where the contents of a file created under this name are to be kept."""
-        cluster, settings = self._cluster, self._cluster.settings
+        cluster, settings = self._cluster, self._members.settings
         replicas, stripe_bytes, wanted = attributes.of(self._namespace, parent, settings)
         # Files that are kept alike have the same seed, together with a name.
         if wanted.together:
@@ -65,7 +65,7 @@ class Layouts:
         """Return the layout of a file, also of one that has no name yet."""
         if inode.layout.seed:
             return inode.layout
-        settings = self._cluster.settings
+        settings = self._members.settings
         seed = seed_of(inode.ino.to_bytes(8, "big"))
         return Layout(settings.replicas, settings.stripe_bytes, seed)
 
@@ -78,7 +78,7 @@ class Layouts:
         if layout.stripes(size) > 1 or size <= stripe_bytes:
             return layout
         parent = next(iter(self._namespace.parents_of(inode.ino)), ROOT_INO)
-        placement = attributes.of(self._namespace, parent, self._cluster.settings)[2]
+        placement = attributes.of(self._namespace, parent, self._members.settings)[2]
         if placement.local or placement.together:
             return layout
         return layout._replace(stripe_bytes=stripe_bytes)
@@ -128,7 +128,7 @@ class Layouts:
     async def prepare(self) -> None:
         """Have the usual groups made before they are needed: they decide where a working copy is best
         begun. Does nothing while there are fewer nodes than replicas, as others may be about to start."""
-        settings = self._cluster.settings
+        settings = self._members.settings
         if not self._namespace.writable or len(self._members.candidates()) < settings.replicas:
             return
         try:
@@ -143,8 +143,8 @@ class Layouts:
         if revision:
             return
         pool = pool_of(layout.replicas, layout.policy)
-        target = self._members.placement().target
-        await cluster.groups.want(cluster.engine, pool, cluster.settings, target, cluster.timeout_s)
+        target, settings = self._members.placement().target, self._members.settings
+        await cluster.groups.want(cluster.engine, pool, settings, target, cluster.timeout_s)
 
 
 class Space:
@@ -183,7 +183,6 @@ class Space:
         """Return the space in the cluster, in files kept with its usual number of replicas: on nodes that
         take new files, which a dead or a draining one does not."""
         settings, addresses = self._members.settings, self._members.nodes
-        assert settings is not None, "a mount starts with the settings"
         nodes = [addresses[candidate.node] for candidate in self._members.candidates()]
         self._forget_old()
         copies = max(1, min(settings.replicas, len(nodes)))

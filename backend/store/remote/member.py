@@ -156,12 +156,6 @@ class Member:
             is_mounted=self.members.is_mounted,
         )  # fmt: skip
 
-    @property
-    def settings(self) -> Settings:
-        """Return the present settings."""
-        assert self.members.settings is not None, "a mount starts with the settings"
-        return self.members.settings
-
     def _writable(self) -> range:
         if self.role == "reader":
             return range(0)

@@ -273,7 +273,7 @@ class RemoteStore:
         return {
             "cluster": {
                 "name": config.cluster.name,
-                "id": cluster.settings.cluster_id,
+                "id": self.members.settings.cluster_id,
                 "etcd": list(config.cluster.etcd),
                 "session": cluster.session.number,
                 "role": cluster.role,
