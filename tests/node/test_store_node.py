@@ -177,9 +177,8 @@ def test_nothing_but_the_contents_own_working_copy_is_taken_over(
         (f"{CONTENT + 1:x}", CONTENT + 1, errno.EPERM),
         (f"{CONTENT + 2:x}", CONTENT + 2, errno.ENOENT),
     ):
-        with pytest.raises(OSError) as caught:
+        with fails_with(code):
             files.incoming.take_over(name, content)
-        assert caught.value.errno == code, name
     os.close(incoming.fd)
 
 

@@ -102,7 +102,6 @@ class RemoteStore:
     mount goes to one of them directly."""
 
     sends = True
-    reads_into = True
     waits = True
     size_max = SIZE_MAX
     small_bytes: int
