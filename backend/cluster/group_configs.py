@@ -28,7 +28,7 @@ class Groups(RecordKeeper):
 
     def __init__(self, faults: Faults | None = None) -> None:
         super().__init__(faults)
-        self._configs: dict[int, tuple[GroupConfig, int]] = {}
+        self.configs: dict[int, tuple[GroupConfig, int]] = {}  # for reading only
         self.wanted: set[int] = set()
         # Called with a group's id after its configuration changed.
         self.group_changed: list[Callable[[int], None]] = []
@@ -38,15 +38,11 @@ class Groups(RecordKeeper):
     def get(self, group: int) -> tuple[GroupConfig, int]:
         """Return a group's configuration and its mod_revision. One that has not been created has no
         members, and 0."""
-        return self._configs.get(group, _NOT_CREATED)
-
-    def all(self) -> dict[int, tuple[GroupConfig, int]]:
-        """Return every group; the mapping must not be changed."""
-        return self._configs
+        return self.configs.get(group, _NOT_CREATED)
 
     def pools(self) -> set[int]:
         """Return the pools (see placement.pool_of) that have groups."""
-        return {group >> GROUP_BUCKET_BITS for group in self._configs}
+        return {group >> GROUP_BUCKET_BITS for group in self.configs}
 
     def missing(self, pool: int, settings: Settings) -> list[int]:
         """Return the groups of a pool that have not been created. One whose record is damaged has been."""
@@ -140,15 +136,15 @@ class Groups(RecordKeeper):
                     listener(group)
             return
         if value is None:
-            if self._configs.pop(group, None) is None:
+            if self.configs.pop(group, None) is None:
                 return
         else:
             config = self.faults.sound(key, value, GroupConfig)
-            known = self._configs.get(group)
+            known = self.configs.get(group)
             # A damaged record counts as none for reading, but the key exists: no leader can
             # derive a change from it, and no process creates it anew.
             if config is None or (known is not None and known[1] == revision):
                 return
-            self._configs[group] = (config, revision)
+            self.configs[group] = (config, revision)
         for listener in self.group_changed:
             listener(group)

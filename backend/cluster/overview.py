@@ -36,7 +36,7 @@ class Cluster:
     def __init__(self, members: Members, groups: Groups, rebalance_rate: int) -> None:
         self.members = members
         self.groups: dict[int, GroupConfig] = {
-            group: config for group, (config, _) in sorted(groups.all().items())
+            group: config for group, (config, _) in sorted(groups.configs.items())
         }
         # Nodes that found that etcd went back in time.
         self.went_back: dict[int, Report] = {}

@@ -96,7 +96,7 @@ class Removal:
             return frozenset()
         return frozenset(
             group
-            for group, (config, _) in self._groups.all().items()
+            for group, (config, _) in self._groups.configs.items()
             if self._members.keeps_alone(node, config)
         )
 
@@ -107,13 +107,13 @@ class Removal:
     async def _fence(self, groups: frozenset[int]) -> None:
         by_members: dict[tuple[int, ...], set[int]] = {}
         for group in groups:
-            by_members.setdefault(self._groups.all()[group][0].in_sync, set()).add(group)
+            by_members.setdefault(self._groups.configs[group][0].in_sync, set()).add(group)
         for gone, left in by_members.items():
             guards = removed_for_good(gone)
             for _ in range(_ROUNDS_MAX):
                 changes = {
                     group: (revision, refenced(config))
-                    for group, (config, revision) in self._groups.all().items()
+                    for group, (config, revision) in self._groups.configs.items()
                     if group in left and config.in_sync == gone
                 }
                 try:

@@ -54,7 +54,7 @@ def access_mode(value: bytes, mode: int) -> tuple[int, bytes]:
     permissions = {entry.tag: entry.permissions for entry in acl}
     group = permissions.get(_MASK, permissions[_GROUP_OBJ])
     bits = permissions[_USER_OBJ] << 6 | group << 3 | permissions[_OTHER]
-    return mode & ~0o777 | bits, b"" if _is_minimal(acl) else value
+    return mode & ~0o777 | bits, b"" if len(acl) == len(_ONCE) else value
 
 
 def put(inode: Inode, name: bytes, value: bytes, *, drop_set_gid: bool) -> None:
@@ -124,10 +124,6 @@ def _bits(acl: Sequence[_Entry], mode: int) -> dict[int, int]:
     """Return the permissions of a mode, by the tags of the entries that have them in an ACL."""
     group = _MASK if any(entry.tag == _MASK for entry in acl) else _GROUP_OBJ
     return {_USER_OBJ: mode >> 6 & 0o7, group: mode >> 3 & 0o7, _OTHER: mode & 0o7}
-
-
-def _is_minimal(acl: Sequence[_Entry]) -> bool:
-    return len(acl) == len(_ONCE)
 
 
 def _decode(value: bytes) -> list[_Entry]:

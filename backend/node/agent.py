@@ -133,7 +133,7 @@ class Agent:
         while True:
             alone = 0
             changes = {}
-            for group, (config, revision) in self._cluster.groups.all().items():
+            for group, (config, revision) in self._cluster.groups.configs.items():
                 if self.node not in config.members:
                     continue
                 others = set(config.in_sync) - {self.node}
@@ -148,7 +148,7 @@ class Agent:
 
     async def _lead(self) -> bool:
         """Take the next step in each group that this node leads. Return whether there was any."""
-        live, known = set(self._cluster.members.nodes), self._cluster.groups.all()
+        live, known = set(self._cluster.members.nodes), self._cluster.groups.configs
         filling = Counter(node for config, _ in known.values() for node in config.joining)
         joinable = {
             node for node in live if filling[node] < _JOINING_AT_ONCE and self._is_welcome(node)
@@ -186,7 +186,7 @@ class Agent:
             return False
         lost: dict[tuple[int, ...], list[int]] = {}
         is_removed = self._cluster.members.is_removed
-        for group, (config, _) in self._cluster.groups.all().items():
+        for group, (config, _) in self._cluster.groups.configs.items():
             if all(map(is_removed, config.in_sync)) and self._live_target(group):
                 if self._catalog.has_names(group):
                     self._waits_for_names = True
@@ -199,7 +199,7 @@ class Agent:
     async def _empty(self, groups: list[int], gone: tuple[int, ...]) -> None:
         """Empty these groups in two steps: a publish that the dead members acknowledged may still be under
         way. The first step makes it fail, so that no more is named afterwards."""
-        known = self._cluster.groups.all()
+        known = self._cluster.groups.configs
         fenced = {group: refenced(known[group][0]) for group in groups if group in known}
         changes = {group: (known[group][1], config) for group, config in fenced.items()}
         guards = removed_for_good(gone)

@@ -302,7 +302,10 @@ class _Node:
 
     async def _serve(self, ready: Callable[[str], None]) -> None:
         nursery, listener, where = self._nursery, self._listener, self._where
-        await self._register()
+        node, session = self._config.node, self._cluster.session
+        await self._files.identity.register(self._cluster.engine, node.weight, node.labels)
+        await session.update(self._address())
+        await nursery.start(partial(session.run, verify=self._resync.look_over))
         for task in (
             self._resync.run,
             self._agent.run,
@@ -329,14 +332,6 @@ class _Node:
         if peer.role == "node":
             return peer.node not in members.nodes
         return peer.role in ("mount", "reader") and peer.session not in members.sessions
-
-    # -- beginning -------------------------------------------------------------------------------
-
-    async def _register(self) -> None:
-        node = self._config.node
-        await self._files.identity.register(self._cluster.engine, node.weight, node.labels)
-        await self._cluster.session.update(self._address())
-        await self._nursery.start(partial(self._cluster.session.run, verify=self._resync.look_over))
 
     def _address(self) -> NodeAddress:
         """Return the record of this node, with the room that it has now."""
@@ -418,7 +413,7 @@ class _Node:
         """Return the number of groups that this node is a member of, by its role in them."""
         node = self._files.node
         states: Counter[str] = Counter()
-        for config, _ in self._cluster.groups.all().values():
+        for config, _ in self._cluster.groups.configs.values():
             if node in config.joining:
                 states["joining"] += 1
             elif node in config.in_sync:

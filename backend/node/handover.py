@@ -114,12 +114,13 @@ class Handover:
         one."""
         found: dict[int, _Copy] = {}
         for node in itertools.chain(staying, leaving):
-            copy = await self._look(extent, node)
-            if copy is None:
+            digest = await self._checks.digest_of(node, extent)
+            if digest is None:
                 return False
-            if copy.verdict is Verdict.RIGHT and node in staying:
+            verdict = await self._checks.verdict(extent, digest) if digest else Verdict.WRONG
+            if verdict is Verdict.RIGHT and node in staying:
                 return True
-            found[node] = copy
+            found[node] = _Copy(verdict, digest)
         wrong = [node for node in staying if found[node].verdict is Verdict.WRONG]
         kept = {found[node].digest for node in staying}
         for node in leaving:
@@ -131,13 +132,6 @@ class Handover:
             if verdict is Verdict.UNKNOWN and digest not in kept:
                 return self._catalog.check_of(extent) is None
         return True
-
-    async def _look(self, extent: Extent, node: int) -> _Copy | None:
-        """Return a node's copy, None if the node could not be asked."""
-        digest = await self._checks.digest_of(node, extent)
-        if not digest:
-            return None if digest is None else _Copy(Verdict.WRONG, b"")
-        return _Copy(await self._checks.verdict(extent, digest), digest)
 
     async def _tell(self, extent: Extent, node: int) -> None:
         if node == self._node:

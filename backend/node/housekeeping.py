@@ -78,7 +78,7 @@ class Housekeeping:
             return False
         where = {
             group: config.members
-            for group, (config, _) in self._cluster.groups.all().items()
+            for group, (config, _) in self._cluster.groups.configs.items()
             if group >> GROUP_BUCKET_BITS == pool
         }
         try:

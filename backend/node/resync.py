@@ -78,7 +78,7 @@ class Resync:
         cluster.members.node_changed.append(self._node_changed)
 
     async def run(self) -> None:
-        self._touched.update(self._cluster.groups.all())
+        self._touched.update(self._cluster.groups.configs)
         async with trio.open_nursery() as nursery:
             nursery.start_soon(self._drop_reported)
             while True:
@@ -135,7 +135,7 @@ class Resync:
         await self._cluster.replica.barrier()
         changes = {}
         lost: dict[int, int] = {}
-        for group, (config, revision) in list(self._cluster.groups.all().items()):
+        for group, (config, revision) in list(self._cluster.groups.configs.items()):
             if self.node not in config.members:
                 continue
             await trio.lowlevel.checkpoint()

@@ -397,16 +397,16 @@ async def test_groups_of_a_pool_are_created_once_by_whoever_is_first(keys: EtcdK
 
         async def create(who: Process, nodes: tuple[int, ...]) -> None:
             await who.groups.ensure(who.replica, 2, SETTINGS, lambda group: nodes)
-            assert set(who.groups.all()) == {2 << 16 | bucket for bucket in range(16)}
+            assert set(who.groups.configs) == {2 << 16 | bucket for bucket in range(16)}
 
         with pytest.raises(OSError, match="no store node"):
             await first.groups.ensure(first.replica, 2, SETTINGS, lambda group: ())
         async with trio.open_nursery() as both:
             both.start_soon(create, first, (1, 2))
             both.start_soon(create, second, (3, 4))
-        assert first.groups.all() == second.groups.all()
+        assert first.groups.configs == second.groups.configs
         assert first.groups.pools() == {2}
-        assert {config.in_sync for config, _ in first.groups.all().values()} <= {(1, 2), (3, 4)}
+        assert {config.in_sync for config, _ in first.groups.configs.values()} <= {(1, 2), (3, 4)}
         await create(first, (5, 6))  # exists: nothing happens
         await first.replica.barrier()
         with trio.move_on_after(60):
@@ -428,14 +428,14 @@ async def test_a_damaged_record_of_a_group_is_no_reason_to_wait_for_that_group(
     async with process(keys) as one:
         with trio.fail_after(10):
             await one.groups.ensure(one.replica, 2, SETTINGS, lambda group: (1, 2))
-        assert len(one.groups.all()) == SETTINGS.buckets - 1
+        assert len(one.groups.configs) == SETTINGS.buckets - 1
 
 
 async def test_groups_that_changed_meanwhile_are_left_alone(keys: EtcdKeys) -> None:
     async with process(keys) as one:
         groups, engine = one.groups, one.engine
         await groups.ensure(one.replica, 2, SETTINGS, lambda group: (1, 2))
-        before = dict(groups.all())
+        before = dict(groups.configs)
         moved = random.sample(sorted(before), 3)
         for group in moved:
             await engine.transact(
@@ -450,7 +450,7 @@ async def test_groups_that_changed_meanwhile_are_left_alone(keys: EtcdKeys) -> N
         )
         assert late == set(moved)
         await one.replica.wait_applied(newest)
-        for group, (config, _) in groups.all().items():
+        for group, (config, _) in groups.configs.items():
             assert config == records.GroupConfig(2, (2,) if group in moved else (1,))
 
 
@@ -500,7 +500,7 @@ async def on_target(writer: Writer, watcher: Watcher) -> dict[int, int]:
         while True:
             await watcher.replica.barrier()
             await writer.replica.barrier()
-            configs = [(group, config) for group, (config, _) in writer.groups.all().items()]
+            configs = [(group, config) for group, (config, _) in writer.groups.configs.items()]
             targets, _ = writer.members.targets.get(2, (None, 0))
             if (
                 targets is not None
@@ -576,7 +576,7 @@ async def test_loss_of_the_only_copy_is_told_and_service_goes_on(
 
 
 def groups_of(writer: Writer, node: int) -> set[int]:
-    return {group for group, (config, _) in writer.groups.all().items() if node in config.members}
+    return {group for group, (config, _) in writer.groups.configs.items() if node in config.members}
 
 
 async def test_ninth_node_gets_its_share_and_nothing_else_moves(keys: EtcdKeys) -> None:
@@ -696,7 +696,7 @@ async def test_live_member_is_evicted_only_by_one_in_sync_that_cannot_reach_it(
     async with watched(keys, 2) as (made, watcher, writer, _):
         await settled(writer, watcher, 2)
         here, there = made.running.values()
-        group = next(iter(writer.groups.all()))
+        group = next(iter(writer.groups.configs))
         assert not await there.agent.evict(group, here.id)  # it answers
         assert not await here.agent.evict(group, here.id)
         made.cut.add((here.id, there.id))
@@ -823,7 +823,7 @@ async def test_nothing_breaks_the_invariants_of_replication(keys: EtcdKeys) -> N
 
         async def evict() -> None:
             node = random.choice(list(made.running.values()))
-            group = random.choice(list(writer.groups.all()))
+            group = random.choice(list(writer.groups.configs))
             await node.agent.evict(group, random.choice(list(made.stores)))
 
         async def lose_session() -> None:

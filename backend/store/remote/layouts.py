@@ -13,7 +13,7 @@ from ...files.digest import BLOCK_BYTES, PARTS_MAX
 from ...files.sparse import allocated_bytes
 from ...kv import Put
 from ...model.placement import group_of, local_seed, pool_of, seed_of
-from ...model.policy import Policy, parse_policy, policy_id
+from ...model.policy import parse_policy, policy_id
 from ...model.records import GroupConfig, Layout, policy_key
 from ...namespace import ROOT_INO, Inode, attributes
 from .cluster import Cluster
@@ -48,18 +48,14 @@ class Layouts:
             path = directory.to_bytes(8, "big") + b"/" + name
         else:
             path = self._namespace.path_of(parent) + b"/" + name
-        policy = self._policy_number(wanted) if self._members.policies else 0
+        policy, rules = 0, self._members.policies
+        if rules:  # 0, the default, is that of a rule which no mount has made known, too
+            policy = next((number for number, rule in rules.items() if rule == wanted.rule), 0)
         layout = Layout(replicas, stripe_bytes, seed_of(path), policy)
         if wanted.local and cluster.here:
             seed = local_seed(path, layout, 0, settings.buckets, cluster.has_member_here)
             layout = layout._replace(seed=seed)
         return layout
-
-    def _policy_number(self, wanted: Policy) -> int:
-        """Return the number of a placement rule; 0, the default, for one that no mount has made known (its
-        attribute was set by other means)."""
-        rules = self._members.policies
-        return next((number for number, rule in rules.items() if rule == wanted.rule), 0)
 
     def of(self, inode: Inode) -> Layout:
         """Return the layout of a file, also of one that has no name yet."""
