@@ -20,7 +20,7 @@ import trio
 from ..._version import __version__
 from ..cluster.config import ClusterConfig
 from ..cluster.group_configs import Groups
-from ..cluster.lease import NODE, Session
+from ..cluster.lease import Session
 from ..cluster.membership import Certificates, Members, read_settings
 from ..cluster.replica import Replica
 from ..etcd.client import Client
@@ -223,7 +223,7 @@ class _Node:
         # The state of the cluster.
         self._name = credentials.identity.name if credentials is not None else ""
         engine.try_within(settings.lease_ttl_s)
-        session = Session(engine, NODE, None, settings.lease_ttl_s, node=node)
+        session = Session(engine, None, settings.lease_ttl_s, node=node)
         faults = history.faults
         members, groups = Members(session, faults), Groups(faults)
         certificates = Certificates(credentials, faults)

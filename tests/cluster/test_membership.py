@@ -22,7 +22,7 @@ from harness.seeds import chosen_seed
 from harness.store_nodes import Cluster, Node, Watcher, Writer, cluster
 
 from irdmafs.backend.cluster.group_configs import Groups
-from irdmafs.backend.cluster.lease import MOUNT, NODE, Removed, Session, now_s
+from irdmafs.backend.cluster.lease import Removed, Session, now_s
 from irdmafs.backend.cluster.membership import Members, admit, followed_key, seen_key
 from irdmafs.backend.cluster.replica import Replica
 from irdmafs.backend.etcd.engine import EtcdEngine
@@ -51,11 +51,8 @@ class Process:
 
     def __init__(self, engine: EtcdEngine, node: int = 0) -> None:
         self.engine = engine
-        self.session = (
-            Session(engine, NODE, address(node), TTL_S, node=node)
-            if node
-            else Session(engine, MOUNT, MOUNT_RECORD, TTL_S)
-        )
+        record = address(node) if node else MOUNT_RECORD
+        self.session = Session(engine, record, TTL_S, node=node)
         self.members = Members(self.session)
         self.groups = Groups()
         self.replica = Replica(engine, (self.members, self.groups))
@@ -116,7 +113,7 @@ async def test_session_of_a_process_that_was_stopped_goes_on(keys: EtcdKeys) -> 
 
 async def test_session_is_invalid_before_etcd_lets_its_key_go(keys: EtcdKeys) -> None:
     async with process(keys) as watcher, EtcdEngine(keys.endpoints, keys.prefix) as engine:
-        session = Session(engine, MOUNT, MOUNT_RECORD, TTL_S)
+        session = Session(engine, MOUNT_RECORD, TTL_S)
         async with trio.open_nursery() as nursery:
             await nursery.start(session.run)
             await watcher.replica.barrier()
@@ -199,13 +196,13 @@ async def test_node_looks_over_what_it_has_before_each_registration(keys: EtcdKe
 async def test_second_store_with_the_same_node_id_is_refused(keys: EtcdKeys) -> None:
     async with process(keys) as node, trio.open_nursery() as nursery:
         await admit(node.engine, 7, UP)
-        first = Session(node.engine, NODE, address(7), TTL_S, node=7)
+        first = Session(node.engine, address(7), TTL_S, node=7)
         await nursery.start(first.run)
-        copy = Session(node.engine, NODE, address(7, store="/copy"), TTL_S, node=7)
+        copy = Session(node.engine, address(7, store="/copy"), TTL_S, node=7)
         with pytest.raises(OSError, match="was the store directory copied"):
             await copy.run()
         # The same store again: its former process died without a word.
-        second = Session(node.engine, NODE, address(7), TTL_S, node=7)
+        second = Session(node.engine, address(7), TTL_S, node=7)
         await nursery.start(second.run)
         assert second.number > first.number
         await node.replica.wait_applied(second.number)
@@ -227,13 +224,13 @@ class GoneOnceSeen(EtcdEngine):
 async def test_node_starts_while_the_lease_of_its_former_process_ends(keys: EtcdKeys) -> None:
     async with process(keys) as node, trio.open_nursery() as nursery:
         await admit(node.engine, 7, UP)
-        first = Session(node.engine, NODE, address(7), TTL_S, node=7)
+        first = Session(node.engine, address(7), TTL_S, node=7)
         async with trio.open_nursery() as killed:
             await killed.start(first.run)
             killed.cancel_scope.cancel()
         async with GoneOnceSeen(keys.endpoints, keys.prefix) as engine:
             engine.lease = first.lease
-            second = Session(engine, NODE, address(7), TTL_S, node=7)
+            second = Session(engine, address(7), TTL_S, node=7)
             await nursery.start(second.run)
             assert second.number > first.number
             found = await node.engine.get(second.key)
@@ -269,7 +266,7 @@ async def test_node_tells_of_its_space_within_its_session(keys: EtcdKeys) -> Non
 async def test_node_that_was_removed_does_not_come_back_by_itself(keys: EtcdKeys) -> None:
     async with process(keys) as node, trio.open_nursery() as nursery:
         engine = node.engine
-        session = Session(engine, NODE, address(7), TTL_S, node=7)
+        session = Session(engine, address(7), TTL_S, node=7)
         with pytest.raises(Removed, match=r"empty store directory, .* cluster admit 0{15}7$"):
             await session.run()
         assert await engine.get(session.key) is None
@@ -308,7 +305,7 @@ async def test_members_tell_which_nodes_live(keys: EtcdKeys) -> None:
         assert members.candidates(60) == ()  # who is dead is kept, not brought in
         assert [c.node for c in members.candidates(60, {7})] == [7]
         assert members.elected() is None
-        session = Session(engine, NODE, address(7), TTL_S, node=7)
+        session = Session(engine, address(7), TTL_S, node=7)
         await nursery.start(session.run)
         await watcher.replica.barrier()
         assert members.nodes.get(7) == address(7)
@@ -329,7 +326,7 @@ async def test_members_tell_which_nodes_live(keys: EtcdKeys) -> None:
 async def test_writer_waits_for_followers_until_they_saw_it_or_are_gone(keys: EtcdKeys) -> None:
     async with process(keys) as watcher, trio.open_nursery() as nursery:
         members, engine = watcher.members, watcher.engine
-        follower = Session(engine, MOUNT, MOUNT_RECORD, TTL_S)
+        follower = Session(engine, MOUNT_RECORD, TTL_S)
         await nursery.start(follower.run)
         lease = follower.lease
         revision = await engine.transact((), [Put(followed_key(12, lease), b"", lease)])
@@ -720,15 +717,15 @@ class GoneOnceGranted(EtcdLeases):
         return lease
 
 
-@pytest.mark.parametrize("kind", [MOUNT, NODE])
+@pytest.mark.parametrize("node", [0, 7], ids=["of a mount", "of a node"])
 async def test_a_lease_that_ends_before_it_is_registered_is_followed_by_another(
-    keys: EtcdKeys, kind: bytes
+    keys: EtcdKeys, node: int
 ) -> None:
-    record = MOUNT_RECORD if kind == MOUNT else address(7)
+    record = address(7) if node else MOUNT_RECORD
     async with EtcdEngine(keys.endpoints, keys.prefix) as engine, trio.open_nursery() as nursery:
         leases = engine.leases = GoneOnceGranted(engine.calls, 0)
         await admit(engine, 7, UP)
-        session = Session(engine, kind, record, TTL_S, node=7)
+        session = Session(engine, record, TTL_S, node=node)
         await nursery.start(session.run)
         assert session.valid()
         assert leases.granted == 2

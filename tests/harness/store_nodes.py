@@ -18,7 +18,7 @@ import trio
 from harness.closing import descriptor
 from harness.etcd_server import EtcdKeys
 from irdmafs.backend.cluster.group_configs import Groups
-from irdmafs.backend.cluster.lease import MOUNT, NODE, Session
+from irdmafs.backend.cluster.lease import Session
 from irdmafs.backend.cluster.membership import Members, admit
 from irdmafs.backend.cluster.replica import Replica
 from irdmafs.backend.etcd.engine import EtcdEngine
@@ -98,7 +98,7 @@ class Node:
             "127.0.0.1", 1, 2, ["tcp"], f"host{self.id:x}", files.directory, 1 << 30, 1 << 30, "0"
         )
         ttl_s = cluster.settings.lease_ttl_s
-        self.session = Session(engine, NODE, address, ttl_s, node=self.id)
+        self.session = Session(engine, address, ttl_s, node=self.id)
         self.members = Members(self.session)
         self.groups = Groups()
         wanted = partial(self.members.may_join, self.id)
@@ -227,7 +227,7 @@ class Writer:
         self.members = Members()
         self.replica = Replica(engine, (self.members, self.groups))
         record, ttl_s = records.MountRecord("worker", "/mnt", 1, "0"), nodes.settings.lease_ttl_s
-        self.session = Session(engine, MOUNT, record, ttl_s)
+        self.session = Session(engine, record, ttl_s)
         self.published: dict[Extent, bytes] = {}
         self.group_of: dict[Extent, int] = {}
 

@@ -29,7 +29,7 @@ from harness.programs import hasty_node
 from harness.scratch import scratch_directory
 
 from irdmafs.backend.cluster.group_configs import Groups
-from irdmafs.backend.cluster.lease import MOUNT, Session
+from irdmafs.backend.cluster.lease import Session
 from irdmafs.backend.cluster.membership import Members
 from irdmafs.backend.cluster.replica import Replica
 from irdmafs.backend.etcd.engine import EtcdEngine
@@ -142,7 +142,7 @@ class Writer:
         self.session_key = make_session_key()
         digest = session_digest(self.session_key)
         record = records.MountRecord("test", "/mnt", os.getpid(), "0", key_digest=digest)
-        self.session = Session(engine, MOUNT, record, place.settings.lease_ttl_s)
+        self.session = Session(engine, record, place.settings.lease_ttl_s)
         self.members = Members(self.session)
         self.groups = Groups()
         tree = Tree()

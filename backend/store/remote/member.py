@@ -8,7 +8,7 @@ import trio
 
 from ...cluster.config import ClusterConfig
 from ...cluster.group_configs import Groups
-from ...cluster.lease import MOUNT, Session
+from ...cluster.lease import Session
 from ...cluster.membership import Certificates, Members
 from ...cluster.replica import Replica
 from ...etcd.engine import EtcdEngine
@@ -139,7 +139,7 @@ class Member:
         self.credentials = config.cluster.credentials(self.role)
         self.writable = self._writable()
         engine.try_within(settings.lease_ttl_s)
-        self.session = Session(engine, MOUNT, record, settings.lease_ttl_s)
+        self.session = Session(engine, record, settings.lease_ttl_s)
         self.faults = Faults()
         self.members = Members(self.session, self.faults)
         self.groups = Groups(self.faults)
