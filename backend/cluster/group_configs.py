@@ -1,14 +1,15 @@
 """The configuration of every placement group, as the replica of etcd has it."""
 
 import errno
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 
 import trio
 
 from ..etcd.engine import EtcdEngine
 from ..kv import Compares, Conflict, Put
 from ..kv.faults import Faults
-from ..model.records import GROUP_BUCKET_BITS, GroupConfig, Settings, encode, group_key, pool_key
+from ..model.placement import Placement
+from ..model.records import GROUP_BUCKET_BITS, GroupConfig, encode, group_key, pool_key
 from .record_keeper import RecordKeeper
 from .replica import Replica
 
@@ -44,28 +45,22 @@ class Groups(RecordKeeper):
         """Return the pools (see placement.pool_of) that have groups."""
         return {group >> GROUP_BUCKET_BITS for group in self.configs}
 
-    def missing(self, pool: int, settings: Settings) -> list[int]:
+    def missing(self, pool: int, buckets: int) -> list[int]:
         """Return the groups of a pool that have not been created. One whose record is damaged has been."""
-        wanted = (pool << GROUP_BUCKET_BITS | bucket for bucket in range(settings.buckets))
+        wanted = (pool << GROUP_BUCKET_BITS | bucket for bucket in range(buckets))
         return [group for group in wanted if group_key(group) not in self._keys]
 
     async def want(
-        self,
-        engine: EtcdEngine,
-        pool: int,
-        settings: Settings,
-        place: Callable[[int], Sequence[int]],
-        timeout_s: float,
+        self, engine: EtcdEngine, pool: int, placement: Placement, timeout_s: float
     ) -> None:
         """Have the nodes create the groups of a pool, if this is the first use of it; returns when all are
-        known here. `place` is as for `ensure`.
+        known here. `placement` is as for `ensure`.
 
         Raises OSError: EHOSTUNREACH if there is no node to keep them, ETIMEDOUT.
         """
         with trio.move_on_after(timeout_s):
-            while missing := self.missing(pool, settings):
-                if not place(missing[0]):
-                    raise OSError(errno.EHOSTUNREACH, "no store node is up to keep data")
+            while missing := self.missing(pool, placement.buckets):
+                placement.target(missing[0])  # raises the error that says why there is no node
                 if pool not in self.wanted:
                     await engine.transact((), [Put(pool_key(pool), b"")])
                 # Nodes that start or stop do not change a group by themselves.
@@ -76,22 +71,13 @@ class Groups(RecordKeeper):
             errno.ETIMEDOUT, f"the store nodes have made no placement groups for {timeout_s:g} s"
         )
 
-    async def ensure(
-        self, replica: Replica, pool: int, settings: Settings, place: Callable[[int], Sequence[int]]
-    ) -> None:
-        """Create the groups of a pool, if this is the first use of it.
-
-        `place` (Members.placement().target) gives the nodes that a new group is to be kept by, the
-        primary first. When others create the same groups, the first one decides. Returns when all are known
-        here. Raises EHOSTUNREACH if `place` returns no node, or raises it.
-        """
-        while missing := self.missing(pool, settings)[:CREATED_AT_ONCE]:
-            puts = []
-            for group in missing:
-                nodes = tuple(place(group))
-                if not nodes:
-                    raise OSError(errno.EHOSTUNREACH, "no store node is up to keep data")
-                puts.append(Put(group_key(group), encode(GroupConfig(1, nodes))))
+    async def ensure(self, replica: Replica, pool: int, placement: Placement) -> None:
+        """Create the groups of a pool, if this is the first use of it, where Members.placement() has them.
+        When others create the same groups, the first one decides. Returns when all are known here. Raises
+        OSError EHOSTUNREACH."""
+        while missing := self.missing(pool, placement.buckets)[:CREATED_AT_ONCE]:
+            made = [(group, GroupConfig(1, placement.target(group))) for group in missing]
+            puts = [Put(group_key(group), encode(config)) for group, config in made]
             await replica.attempt([(put.key, 0) for put in puts], puts)
 
     async def change(

@@ -96,11 +96,13 @@ class _NewGroups(Placement):
     def target(self, group: int) -> tuple[int, ...]:
         """Return the nodes of a group. Raises EHOSTUNREACH if there is none."""
         nodes = super().target(group)
-        if not nodes and self.candidates:
+        if not nodes:
             raise OSError(errno.EHOSTUNREACH, self._misfit(self.rules.get(policy_of(group))))
         return nodes
 
     def _misfit(self, rule: str | None) -> str:
+        if not self.candidates:
+            return "no store node is up to keep data"
         if rule is None:
             return "the placement rule of the file is not known"
         for level, wanted in policy_of_rule(rule).only:

@@ -111,13 +111,14 @@ class Housekeeping:
         """Create the groups of the pools that mounts want. Return whether there were any to create."""
         if not self.acts():
             return False
-        made, settings = False, self._cluster.members.settings
-        for pool in sorted(self._cluster.groups.wanted):
-            if not self._is_sensible(pool) or not self._cluster.groups.missing(pool, settings):
+        made, cluster, groups = False, self._cluster, self._cluster.groups
+        for pool in sorted(groups.wanted):
+            if not self._is_sensible(pool):
+                continue
+            if not groups.missing(pool, cluster.members.settings.buckets):
                 continue
             try:
-                target = self._cluster.members.placement().target
-                await self._cluster.groups.ensure(self._cluster.replica, pool, settings, target)
+                await groups.ensure(cluster.replica, pool, cluster.members.placement())
                 made = True
             except OSError as error:
                 if error.errno != errno.EHOSTUNREACH:

@@ -29,6 +29,7 @@ from irdmafs.backend.etcd.engine import EtcdEngine
 from irdmafs.backend.etcd.leases import EtcdLeases
 from irdmafs.backend.kv import Change, Compacted, Delete, KeyValue, Put
 from irdmafs.backend.model import records
+from irdmafs.backend.model.placement import Placement
 from irdmafs.backend.model.records import SETTINGS_KEY, NodeRecord, encode, key_of
 from irdmafs.backend.node.copier import Throttle
 from irdmafs.backend.node.files import Files
@@ -387,17 +388,28 @@ def test_members_find_out_what_happened_while_the_watch_was_broken() -> None:
     assert members.followers_of([1]) == set()
 
 
+class AllOn(Placement):
+    """Every group is on the same nodes."""
+
+    def __init__(self, nodes: tuple[int, ...]) -> None:
+        super().__init__((), SETTINGS.buckets)
+        self._nodes = nodes
+
+    def target(self, group: int) -> tuple[int, ...]:
+        return self._nodes
+
+
 async def test_groups_of_a_pool_are_created_once_by_whoever_is_first(keys: EtcdKeys) -> None:
     history: list[Change] = []
     async with process(keys) as first, process(keys) as second, trio.open_nursery() as nursery:
         start = first.replica.applied
 
         async def create(who: Process, nodes: tuple[int, ...]) -> None:
-            await who.groups.ensure(who.replica, 2, SETTINGS, lambda group: nodes)
+            await who.groups.ensure(who.replica, 2, AllOn(nodes))
             assert set(who.groups.configs) == {2 << 16 | bucket for bucket in range(16)}
 
         with pytest.raises(OSError, match="no store node"):
-            await first.groups.ensure(first.replica, 2, SETTINGS, lambda group: ())
+            await first.groups.ensure(first.replica, 2, first.members.placement())
         async with trio.open_nursery() as both:
             both.start_soon(create, first, (1, 2))
             both.start_soon(create, second, (3, 4))
@@ -424,14 +436,14 @@ async def test_a_damaged_record_of_a_group_is_no_reason_to_wait_for_that_group(
         await engine.transact((), [Put(records.group_key(2 << 16 | 3), b"damaged")])
     async with process(keys) as one:
         with trio.fail_after(10):
-            await one.groups.ensure(one.replica, 2, SETTINGS, lambda group: (1, 2))
+            await one.groups.ensure(one.replica, 2, AllOn((1, 2)))
         assert len(one.groups.configs) == SETTINGS.buckets - 1
 
 
 async def test_groups_that_changed_meanwhile_are_left_alone(keys: EtcdKeys) -> None:
     async with process(keys) as one:
         groups, engine = one.groups, one.engine
-        await groups.ensure(one.replica, 2, SETTINGS, lambda group: (1, 2))
+        await groups.ensure(one.replica, 2, AllOn((1, 2)))
         before = dict(groups.configs)
         moved = random.sample(sorted(before), 3)
         for group in moved:

@@ -234,9 +234,7 @@ class Writer:
     async def start(self, nursery: trio.Nursery) -> None:
         await self.replica.start(nursery)
         await nursery.start(self.session.run)
-        await self.groups.want(
-            self.engine, 2, self._nodes.settings, self.members.placement().target, 60.0
-        )
+        await self.groups.want(self.engine, 2, self.members.placement(), 60.0)
 
     async def publish(self, data: bytes) -> Extent:
         """As docs/replication.md says: on every member of the configuration that the commit compares."""

@@ -244,8 +244,8 @@ async def writing(place: Place) -> AsyncIterator[Writer]:
             session_key=writer.session_key,
         ) as writer.peers:
             with trio.fail_after(90):
-                settings, target = place.settings, writer.members.placement().target
-                await writer.groups.ensure(writer.replica, settings.replicas, settings, target)
+                placement = writer.members.placement()
+                await writer.groups.ensure(writer.replica, place.settings.replicas, placement)
                 yield writer
         await writer.session.release()
         nursery.cancel_scope.cancel()

@@ -139,8 +139,8 @@ class Layouts:
         if revision:
             return
         pool = pool_of(layout.replicas, layout.policy)
-        target, settings = self._members.placement().target, self._members.settings
-        await cluster.groups.want(cluster.engine, pool, settings, target, cluster.timeout_s)
+        placement = self._members.placement()
+        await cluster.groups.want(cluster.engine, pool, placement, cluster.timeout_s)
 
 
 class Space:
