@@ -126,17 +126,9 @@ async def test_session_is_invalid_before_etcd_lets_its_key_go(keys: EtcdKeys) ->
         assert not session.valid()
 
 
-async def _revoke(session: Session, mount: Process) -> None:
-    await mount.engine.leases.revoke(session.lease)
-
-
-async def _delete_key(session: Session, mount: Process) -> None:
-    await mount.engine.transact((), [Delete(session.key)])
-
-
-@pytest.mark.parametrize("lose", [_revoke, _delete_key])
+@pytest.mark.parametrize("has_lease", [False, True], ids=["revoked", "key deleted"])
 async def test_lost_session_is_followed_by_one_with_a_new_number(
-    keys: EtcdKeys, lose: Callable[[Session, Process], Awaitable[None]]
+    keys: EtcdKeys, has_lease: bool
 ) -> None:
     lost = trio.Event()
     async with process(keys) as mount, trio.open_nursery() as nursery:
@@ -145,7 +137,10 @@ async def test_lost_session_is_followed_by_one_with_a_new_number(
         mount.members.session_gone.append(gone.append)
         await nursery.start(partial(session.run, on_lost=lost.set))
         first = session.number
-        await lose(session, mount)
+        if has_lease:
+            await mount.engine.transact((), [Delete(session.key)])
+        else:
+            await mount.engine.leases.revoke(session.lease)
         await lost.wait()
         assert await session.wait_valid() > first
         await mount.replica.barrier()
