@@ -302,12 +302,9 @@ class NodeSection:
     def __post_init__(self) -> None:
         if self.listen:
             _checked("listen", split_host_port, self.listen, 0)
-        if not self.host:
-            raise ValueError("host must not be empty")
         if not 0 < self.weight <= 1000:
             raise ValueError(f"weight must be more than 0 and at most 1000, not {self.weight:g}")
-        _check_port("metrics_port", self.metrics_port)
-        _check_streams(self.streams)
+        _check_process(self)
 
     @property
     def labels(self) -> dict[str, str]:
@@ -358,8 +355,6 @@ class MountSection:
     ] = True
 
     def __post_init__(self) -> None:
-        if not self.host:
-            raise ValueError("host must not be empty")
         if self.small_file > 1 << 20:
             raise ValueError(
                 f"small_file must be at most 1M, not {self.small_file}: it travels in one message"
@@ -369,8 +364,7 @@ class MountSection:
         for path in self.follow:
             if ".." in path.split("/"):
                 raise ValueError(f"follow: {path!r} is not a path within the filesystem")
-        _check_port("metrics_port", self.metrics_port)
-        _check_streams(self.streams)
+        _check_process(self)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -405,11 +399,12 @@ def _checked(key: str, parse: Any, *arguments: object) -> Any:
         raise ValueError(f"{key}: {error}") from None
 
 
-def _check_port(key: str, port: int | None) -> None:
+def _check_process(section: NodeSection | MountSection) -> None:
+    """Check what nodes and mounts have alike. Raises ValueError."""
+    port = section.metrics_port
+    if not section.host:
+        raise ValueError("host must not be empty")
     if port is not None and not 0 <= port < 1 << 16:
-        raise ValueError(f"{key} must be from 0 to 65535, not {port}")
-
-
-def _check_streams(streams: int) -> None:
-    if not 1 <= streams <= STREAMS_MAX:
-        raise ValueError(f"streams must be from 1 to {STREAMS_MAX}, not {streams}")
+        raise ValueError(f"metrics_port must be from 0 to 65535, not {port}")
+    if not 1 <= section.streams <= STREAMS_MAX:
+        raise ValueError(f"streams must be from 1 to {STREAMS_MAX}, not {section.streams}")

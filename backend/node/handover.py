@@ -38,7 +38,6 @@ class Handover:
     """The handover in the groups that this node leads. `doubt` makes it check a copy of its own."""
 
     def __init__(self, catalog: Catalog, checks: Checks, doubt: Callable[[Extent], None]) -> None:
-        self._node = catalog.files.node
         self._catalog = catalog
         self._checks = checks
         self._doubt = doubt
@@ -134,7 +133,7 @@ class Handover:
         return True
 
     async def _tell(self, extent: Extent, node: int) -> None:
-        if node == self._node:
+        if node == self._catalog.files.node:
             self._doubt(extent)
         else:
             await self._checks.doubt(node, extent)

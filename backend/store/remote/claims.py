@@ -89,7 +89,6 @@ class Claims(RecordKeeper):
         self._touched: set[int] = set()  # directories about which something changed
         self._is_followed_anew = False  # a directory, and with it all that is below
         self._member = member
-        self._members = member.members
         self._session = member.session
         self._leases = leases
         self._nursery = member.nursery
@@ -311,7 +310,7 @@ class Claims(RecordKeeper):
             claim = self.claims[directory]
             lease = claim.lease
             await self._session.wait_valid(self._member.timeout_s)
-            ends = self._members.session_of(lease) is not None
+            ends = self._member.members.session_of(lease) is not None
             if ends and self._late.get(lease, 0.0) < time.monotonic():
                 try:
                     if await self._is_answered(directory, claim, ask):
@@ -335,7 +334,7 @@ class Claims(RecordKeeper):
         """Ask the holder of a claim, and return whether it gave that up. Raises LeaseEnded."""
         for _ in range(_PATIENCE):
             await ask(directory)
-            with trio.move_on_after(self._members.lease_ttl_s):
+            with trio.move_on_after(self._member.members.lease_ttl_s):
                 while self.claims.get(directory) == claim:
                     await self.changed()
                 return True

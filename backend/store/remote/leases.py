@@ -76,7 +76,6 @@ class Leases:
     """The directories that this mount follows, and its promise to hosts that change them."""
 
     def __init__(self, member: Member) -> None:
-        self._engine = member.engine
         self._member = member
         self._tree = member.tree
         self._members = member.members
@@ -90,7 +89,6 @@ class Leases:
         self._late: dict[int, int] = {}
         self._followed_under = 0  # the newest lease under which anything was followed
         self._changing = trio.Lock()  # what is followed
-        self._listeners = member.changes.mount_listeners
         # The directories followed under lease `_ways_lease`, and those above them; empty: not known.
         self._ways: set[int] = set()
         self._ways_lease = 0
@@ -222,7 +220,7 @@ class Leases:
                 return
             self._held[directory] = 0
             self._ways.clear()
-            for listener in self._listeners:
+            for listener in self._member.changes.mount_listeners:
                 listener.not_followed(directory)
             # Until it is known to have gone somebody may wait for this mount because of the key.
             await self._transact(Delete(followed_key(directory, self._session.lease)))
@@ -350,7 +348,7 @@ class Leases:
             try:
                 self.transactions += 1
                 put = Put(seen_key(lease), seen.to_bytes(8, "big"), lease)
-                await self._engine.transact((), (put,))
+                await self._member.engine.transact((), (put,))
                 self.acknowledgements += 1
             except OSError as error:
                 log.warning("followers' promise not kept for now: %s", error)
@@ -361,7 +359,7 @@ class Leases:
         """Confirm with etcd that the replica is up to date. Hosts that had stopped waiting for this mount
         wait again once it has acknowledged."""
         lease, asked_s = self._session.lease, now_s()
-        await self._member.replica.wait_applied(await self._engine.barrier())
+        await self._member.replica.wait_applied(await self._member.engine.barrier())
         if now_s() >= self._sure_until_s or self._members.acked(lease) < self._owed:
             seen = self._member.replica.applied.to_bytes(8, "big")
             await self._transact(Put(seen_key(lease), seen, lease))

@@ -87,7 +87,6 @@ class SharedLocks(LockEntries):
         self._timeout_s = member.timeout_s
         self.holders: list[LockHolder] = []
         self._inodes: dict[int, _Inode] = {}
-        self._nursery = member.nursery
         self.transactions = 0
 
     def tell(self) -> None:
@@ -283,7 +282,7 @@ class SharedLocks(LockEntries):
     def _settle_soon(self, ino: int, state: _Inode) -> None:
         if not state.settling:
             state.settling = True
-            self._nursery.start_soon(self._settle_quietly, ino, state)
+            self._member.nursery.start_soon(self._settle_quietly, ino, state)
 
     async def _settle_quietly(self, ino: int, state: _Inode) -> None:
         lease = self._session.lease
