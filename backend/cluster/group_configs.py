@@ -82,23 +82,21 @@ class Groups(RecordKeeper):
 
     async def change(
         self,
-        engine: EtcdEngine,
+        replica: Replica,
         changes: Mapping[int, tuple[int, GroupConfig]],
         guards: Compares = (),
-    ) -> tuple[int, set[int]]:
+    ) -> set[int]:
         """Put new configurations of groups, each if its current one still has the given revision.
 
-        Returns the revision of the last transaction (0: none succeeded) and the groups that had changed
-        meanwhile, which are left unchanged. Raises Conflict when one of `guards` does not hold; some
-        configurations may have been put then.
+        Returns the groups that had changed meanwhile, which are left unchanged, when all is known here.
+        Raises Conflict when one of `guards` does not hold; some configurations may have been put then.
         """
         late: set[int] = set()
-        newest = 0
         todo = list(changes)
         while todo:
             batch = todo[:CHANGED_AT_ONCE]
             try:
-                newest = await engine.transact(
+                await replica.transact(
                     [*((group_key(group), changes[group][0]) for group in batch), *guards],
                     [Put(group_key(group), encode(changes[group][1])) for group in batch],
                 )
@@ -109,7 +107,9 @@ class Groups(RecordKeeper):
                 group = int.from_bytes(conflict.key[1:], "big")
                 late.add(group)
                 todo.remove(group)
-        return newest, late
+        if late:
+            await replica.barrier()
+        return late
 
     def take(self, key: bytes, value: bytes | None, revision: int) -> None:
         group = int.from_bytes(key[1:], "big")

@@ -47,7 +47,6 @@ class Removal:
     """A view of the cluster, for removing a dead node."""
 
     def __init__(self, engine: EtcdEngine) -> None:
-        self._engine = engine
         self._members = Members()
         self._groups = Groups()
         tree = Tree()
@@ -117,14 +116,12 @@ class Removal:
                     if group in left and config.in_sync == gone
                 }
                 try:
-                    newest, left = await self._groups.change(self._engine, changes, guards)
+                    left = await self._groups.change(self._replica, changes, guards)
                 except Conflict:
                     names = ", ".join(f"{node:016x}" for node in gone)
                     raise ConfigError(f"of nodes {names} one was admitted again") from None
-                await self._replica.wait_applied(newest)
                 if not left:
                     break
-                await self._replica.barrier()
             else:
                 raise ConfigError("the groups' configurations change all the time; try again")
 
