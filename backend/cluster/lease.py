@@ -169,9 +169,8 @@ class Session:
             if not self.valid():
                 return
             try:
-                self.number = await self._engine.transact(
-                    [self.compare()], [Put(self.key, encode(record), self.lease)]
-                )
+                put = Put(self.key, encode(record), self.lease)
+                self.number = await self._engine.transact([self.compare()], [put])
             except (Conflict, LeaseEnded):
                 self.lose()
             else:

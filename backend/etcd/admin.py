@@ -354,9 +354,8 @@ class EtcdAdmin:
 
     async def spend(self, count: int) -> None:
         """Raise etcd's revision by `count`, without changing anything else."""
-        request = pb.TxnRequest(
-            success=[pb.RequestOp(request_put=pb.PutRequest(key=self._calls.prefix + _SPENT_KEY))]
-        )
+        spent = pb.PutRequest(key=self._calls.prefix + _SPENT_KEY)
+        request = pb.TxnRequest(success=[pb.RequestOp(request_put=spent)])
         left = iter(range(count))
 
         async def put() -> None:

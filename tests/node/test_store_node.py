@@ -187,9 +187,7 @@ def test_a_store_on_a_disk_is_power_safe_and_one_in_memory_need_not_be(
 ) -> None:
     with Files(f"{memory}/store") as files:
         assert not files.power_safe
-    on_disk = subprocess.run(
-        ["stat", "-f", "-c", "%T", tmp_path], check=True, capture_output=True, text=True
-    ).stdout.strip()
+    on_disk = subprocess.check_output(["stat", "-f", "-c", "%T", tmp_path], text=True).strip()
     with Files(f"{tmp_path}/store") as files:
         assert files.power_safe == (on_disk != "tmpfs")
 

@@ -126,10 +126,8 @@ class Claims(RecordKeeper):
         directory = int.from_bytes(key[1:9], "big")
         self._touched.add(directory)
         if key.startswith(WISH):
-            wishes, lease = (
-                self._wishes.setdefault(directory, set()),
-                int.from_bytes(key[9:], "big"),
-            )
+            wishes = self._wishes.setdefault(directory, set())
+            lease = int.from_bytes(key[9:], "big")
             wishes.discard(lease) if value is None else wishes.add(lease)
             if not wishes:
                 del self._wishes[directory]

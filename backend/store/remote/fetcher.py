@@ -349,10 +349,8 @@ class Fetcher:
         has_holes, extent = is_sparse(inode.size, inode.blocks), Extent(inode.extent, stripe)
 
         def begin(node: int) -> tuple[Stripe, Awaitable[None]]:
-            device, found = (
-                self._cluster.peers.device(node),
-                Stripe(into.fd, into.offset, into.length),
-            )
+            device = self._cluster.peers.device(node)
+            found = Stripe(into.fd, into.offset, into.length)
             if has_holes:
                 return found, device.read_sparse(extent, into, found.landed)
             return found, device.read(extent, 0, into, found.landed)

@@ -338,9 +338,8 @@ class SharedLocks(LockEntries):
             elif next(self._others(ino), None) is not None or not await self._remove(ino):
                 await self._transact([], [Delete(key)])
         except (Conflict, LeaseEnded):
-            state.mine = (
-                NOTHING  # the session is over, and its entry with it; `lost` may have run before
-            )
+            # The session is over, and its entry with it; `lost` may have run before.
+            state.mine = NOTHING
         except BaseException:
             state.unsure = True
             raise

@@ -227,9 +227,8 @@ class RemoteStore:
     def warnings(self) -> list[str]:
         """Return a line for each problem with the credentials of this mount, or of nodes, and one if there
         are damaged records in etcd."""
-        former = [
-            f"{line}; the former ones stay in use" for line in self._cluster.renewal.problems()
-        ]
+        problems = self._cluster.renewal.problems()
+        former = [f"{problem}; the former ones stay in use" for problem in problems]
         return [*self.peers.refusals(), *former, *self._cluster.faults.warnings()]
 
     # -- figures ---------------------------------------------------------------------------------
