@@ -1,11 +1,14 @@
 """Blocks that fail: the errors of a nursery's tasks, without the exception groups that trio wraps them in,
-and undoing.
+and undoing; and tasks for many things, a few at a time.
 """
 
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Iterator
 from contextlib import asynccontextmanager, contextmanager
+from typing import TypeVar
 
 import trio
+
+T = TypeVar("T")
 
 
 def only_error(error: BaseException) -> BaseException:
@@ -39,6 +42,24 @@ async def background() -> AsyncIterator[trio.Nursery]:
             nursery.cancel_scope.cancel()
     except BaseExceptionGroup as group:
         raise only_error(group) from None
+
+
+async def for_each(
+    items: Iterable[T], work: Callable[[T], Awaitable[None]], *, at_once: int
+) -> None:
+    """Do `work` for every item, for so many `at_once`. Errors are raised as a group."""
+    places = trio.Semaphore(at_once)
+
+    async def work_on(item: T) -> None:
+        try:
+            await work(item)
+        finally:
+            places.release()
+
+    async with trio.open_nursery() as nursery:
+        for item in items:
+            await places.acquire()
+            nursery.start_soon(work_on, item)
 
 
 @contextmanager

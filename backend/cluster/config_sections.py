@@ -4,6 +4,7 @@ import os
 import re
 import socket
 from dataclasses import dataclass, field
+from functools import partial
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from ..model.options import Option
@@ -24,9 +25,11 @@ _ROLE = "{role}"
 RdmaMode = Literal["auto", "off", "require"]
 
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}", re.ASCII)
-_SERVE = ("serve",)
-_MOUNT = ("mount",)
-_RDMA = ("mount", "serve", "doctor")
+# Options by the commands that have them as flags, and files, which no command has.
+_serve = partial(Option, commands=("serve",))
+_mount = partial(Option, commands=("mount",))
+_rdma = partial(Option, commands=("mount", "serve", "doctor"))
+_file = partial(Option, is_path=True)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -36,56 +39,42 @@ class ClusterSection:
     In the paths of certificates and keys, "{role}" stands for node, mount, reader or admin, so that one
     file serves all processes."""
 
-    name: Annotated[str, Option("The cluster's name", "NAME", commands=_SERVE)] = "default"
+    name: Annotated[str, _serve("The cluster's name", "NAME")] = "default"
     etcd: Annotated[
-        tuple[str, ...],
-        Option("Where etcd listens", "HOST:PORT[,...]", commands=_SERVE, commas=True),
+        tuple[str, ...], _serve("Where etcd listens", "HOST:PORT[,...]", commas=True)
     ] = ()
-    etcd_ca: Annotated[
-        str | None, Option("CA of etcd's certificate: talk TLS to etcd", is_path=True)
-    ] = None
-    etcd_cert: Annotated[
-        str | None, Option("This process's certificate towards etcd", is_path=True)
-    ] = None
-    etcd_key: Annotated[str | None, Option("Its key", is_path=True)] = None
-    ca: Annotated[
-        str | None, Option("CA of the certificates of nodes and mounts", is_path=True)
-    ] = None
-    cert: Annotated[
-        str | None, Option("This process's certificate towards nodes and mounts", is_path=True)
-    ] = None
-    key: Annotated[str | None, Option("Its key", is_path=True)] = None
+    etcd_ca: Annotated[str | None, _file("CA of etcd's certificate: talk TLS to etcd")] = None
+    etcd_cert: Annotated[str | None, _file("This process's certificate towards etcd")] = None
+    etcd_key: Annotated[str | None, _file("Its key")] = None
+    ca: Annotated[str | None, _file("CA of the certificates of nodes and mounts")] = None
+    cert: Annotated[str | None, _file("This process's certificate towards nodes and mounts")] = None
+    key: Annotated[str | None, _file("Its key")] = None
     nodes: Annotated[
         tuple[str, ...],
-        Option(
+        _mount(
             "Store nodes by which a reader reaches the cluster; it does not talk to etcd",
             "HOST:PORT[,...]",
-            commands=_MOUNT,
             commas=True,
         ),
     ] = ()
     insecure: Annotated[
         bool,
-        Option(
-            "Without credentials, talk over the network all the same: anybody may read and write",
-            commands=_SERVE,
+        _serve(
+            "Without credentials, talk over the network all the same: anybody may read and write"
         ),
     ] = False
     rdma: Annotated[
         RdmaMode,
-        Option(
-            "Move parameters by RDMA verbs: where it can be done, never, or refuse to start without",
-            commands=_RDMA,
+        _rdma(
+            "Move parameters by RDMA verbs: where it can be done, never, or refuse to start without"
         ),
     ] = "auto"
     rdma_device: Annotated[
         str | None,
-        Option(
-            "Only through these RDMA devices", "NAME,...", "all on a network with the peer", _RDMA
-        ),
+        _rdma("Only through these RDMA devices", "NAME,...", "all on a network with the peer"),
     ] = None
     gid_index: Annotated[
-        int | None, Option("Only with this entry of the device's GID table", "N", commands=_RDMA)
+        int | None, _rdma("Only with this entry of the device's GID table", "N")
     ] = None
     rdma_threshold: Annotated[Size, Option("Extents from this size on move by RDMA")] = Size(
         64 << 10
@@ -260,48 +249,34 @@ class ClusterSection:
 class NodeSection:
     """The store of a node, its place in the cluster, and its rates."""
 
-    store: Annotated[
-        str | None, Option("The store directory; `serve` is always given one", is_path=True)
-    ] = None
+    store: Annotated[str | None, _file("The store directory; `serve` is always given one")] = None
     listen: Annotated[
         str,
-        Option(
+        _serve(
             "Where to listen",
             "ADDR[:PORT]",
             "the address that reaches etcd; without credentials loopback",
-            _SERVE,
         ),
     ] = ""
-    zone: Annotated[
-        str, Option("Failure domain: replicas are kept in different ones", commands=_SERVE)
-    ] = ""
-    rack: Annotated[str, Option("Failure domain, as zone", commands=_SERVE)] = ""
+    zone: Annotated[str, _serve("Failure domain: replicas are kept in different ones")] = ""
+    rack: Annotated[str, _serve("Failure domain, as zone")] = ""
     host: Annotated[
         str,
-        Option(
+        _serve(
             "Failure domain, as zone; processes of equal hosts share memory",
             default="the host name",
-            commands=_SERVE,
         ),
     ] = field(default_factory=socket.gethostname)
-    weight: Annotated[
-        float, Option("Share of the data, relative to other nodes'", commands=_SERVE)
-    ] = 1.0
+    weight: Annotated[float, _serve("Share of the data, relative to other nodes'")] = 1.0
     size: Annotated[
         Size | None,
-        Option(
-            "Limit of the extents kept: 512M, 8G, 50%",
-            default="the room in the directory",
-            commands=_SERVE,
-        ),
+        _serve("Limit of the extents kept: 512M, 8G, 50%", default="the room in the directory"),
     ] = None
-    metrics_port: Annotated[
-        int | None, Option("Serve Prometheus metrics on this port", "PORT", commands=_SERVE)
-    ] = None
+    metrics_port: Annotated[int | None, _serve("Serve Prometheus metrics on this port", "PORT")] = (
+        None
+    )
     metrics_address: Annotated[str, Option("Where metrics are served")] = "127.0.0.1"
-    rebalance_rate: Annotated[
-        Size, Option("Bytes per second for filling groups", commands=_SERVE)
-    ] = Size(256 << 20)
+    rebalance_rate: Annotated[Size, _serve("Bytes per second for filling groups")] = Size(256 << 20)
     rereplicate_after: Annotated[
         Seconds, Option("A node that is gone for so long is replaced in its groups by others")
     ] = Seconds(60)
@@ -319,20 +294,17 @@ class NodeSection:
         Seconds,
         Option("How often everything kept is compared with its digests; 0: only on request"),
     ] = Seconds(7 * 86400)
-    streams: Annotated[int, Option("Data connections to each peer", commands=_SERVE)] = 4
+    streams: Annotated[int, _serve("Data connections to each peer")] = 4
     encrypt_data: Annotated[
-        bool, Option("TLS for data, not only for control; switches RDMA off", commands=_SERVE)
+        bool, _serve("TLS for data, not only for control; switches RDMA off")
     ] = False
 
     def __post_init__(self) -> None:
         if self.listen:
             _checked("listen", split_host_port, self.listen, 0)
-        if not self.host:
-            raise ValueError("host must not be empty")
         if not 0 < self.weight <= 1000:
             raise ValueError(f"weight must be more than 0 and at most 1000, not {self.weight:g}")
-        _check_port("metrics_port", self.metrics_port)
-        _check_streams(self.streams)
+        _check_process(self)
 
     @property
     def labels(self) -> dict[str, str]:
@@ -346,29 +318,22 @@ class MountSection:
     """The cache of a mount, the directories that it follows, its checks and its time-out."""
 
     cache_size: Annotated[
-        Size | None,
-        Option("How much of other hosts' files to keep here", "SIZE", "3/4 of --size", _MOUNT),
+        Size | None, _mount("How much of other hosts' files to keep here", "SIZE", "3/4 of --size")
     ] = None
     host: Annotated[
         str,
-        Option(
-            "This host's name; processes of equal hosts share memory",
-            "NAME",
-            "the host name",
-            _MOUNT,
-        ),
+        _mount("This host's name; processes of equal hosts share memory", "NAME", "the host name"),
     ] = field(default_factory=socket.gethostname)
     follow: Annotated[
         tuple[str, ...],
-        Option(
+        _mount(
             "Fetch new versions below this directory of the filesystem when they are published",
             "PATH",
-            commands=_MOUNT,
         ),
     ] = ()
-    metrics_port: Annotated[
-        int | None, Option("Serve Prometheus metrics on this port", "PORT", commands=_MOUNT)
-    ] = None
+    metrics_port: Annotated[int | None, _mount("Serve Prometheus metrics on this port", "PORT")] = (
+        None
+    )
     metrics_address: Annotated[str, Option("Where metrics are served")] = "127.0.0.1"
     streams: Annotated[int, Option("Data connections to each store node")] = 4
     small_file: Annotated[Size, Option("Files up to this size travel inside control messages")] = (
@@ -379,21 +344,17 @@ class MountSection:
     ] = False
     timeout: Annotated[
         Seconds,
-        Option(
+        _mount(
             "How long a call waits for etcd or store nodes that do not answer before it fails: "
             "30, 90s, 5m",
             "DURATION",
-            commands=_MOUNT,
         ),
     ] = Seconds(60)
     verify: Annotated[
-        bool,
-        Option("Publish digests of contents, and compare fetched bytes with them", commands=_MOUNT),
+        bool, _mount("Publish digests of contents, and compare fetched bytes with them")
     ] = True
 
     def __post_init__(self) -> None:
-        if not self.host:
-            raise ValueError("host must not be empty")
         if self.small_file > 1 << 20:
             raise ValueError(
                 f"small_file must be at most 1M, not {self.small_file}: it travels in one message"
@@ -403,23 +364,21 @@ class MountSection:
         for path in self.follow:
             if ".." in path.split("/"):
                 raise ValueError(f"follow: {path!r} is not a path within the filesystem")
-        _check_port("metrics_port", self.metrics_port)
-        _check_streams(self.streams)
+        _check_process(self)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LogSection:
     """The log of a process: its format, level and file."""
 
-    format: Annotated[LogFormat, Option("Lines of text, or of JSON", commands=_SERVE)] = "text"
-    level: Annotated[LogLevel, Option("How much to log", commands=_SERVE)] = "info"
+    format: Annotated[LogFormat, _serve("Lines of text, or of JSON")] = "text"
+    level: Annotated[LogLevel, _serve("How much to log")] = "info"
     file: Annotated[
         str | None,
-        Option(
+        _serve(
             "Where to log",
             "FILE",
             "irdmafs.log in the store; in the foreground stderr",
-            _SERVE,
             is_path=True,
         ),
     ] = None
@@ -440,11 +399,12 @@ def _checked(key: str, parse: Any, *arguments: object) -> Any:
         raise ValueError(f"{key}: {error}") from None
 
 
-def _check_port(key: str, port: int | None) -> None:
+def _check_process(section: NodeSection | MountSection) -> None:
+    """Check what nodes and mounts have alike. Raises ValueError."""
+    port = section.metrics_port
+    if not section.host:
+        raise ValueError("host must not be empty")
     if port is not None and not 0 <= port < 1 << 16:
-        raise ValueError(f"{key} must be from 0 to 65535, not {port}")
-
-
-def _check_streams(streams: int) -> None:
-    if not 1 <= streams <= STREAMS_MAX:
-        raise ValueError(f"streams must be from 1 to {STREAMS_MAX}, not {streams}")
+        raise ValueError(f"metrics_port must be from 0 to 65535, not {port}")
+    if not 1 <= section.streams <= STREAMS_MAX:
+        raise ValueError(f"streams must be from 1 to {STREAMS_MAX}, not {section.streams}")

@@ -1,21 +1,24 @@
 """The configuration of every placement group, as the replica of etcd has it."""
 
 import errno
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 
 import trio
 
 from ..etcd.engine import EtcdEngine
 from ..kv import Compares, Conflict, Put
 from ..kv.faults import Faults
-from ..model.records import GROUP_BUCKET_BITS, GroupConfig, Settings, encode, group_key, pool_key
+from ..model.placement import Placement
+from ..model.records import GROUP_BUCKET_BITS, GroupConfig, encode, group_key, pool_key
 from .record_keeper import RecordKeeper
+from .replica import Replica
 
 # etcd accepts 128 operations in a transaction.
 CREATED_AT_ONCE = 100
 # Fewer, as one conflict fails the whole transaction.
 CHANGED_AT_ONCE = 60
 _LOOK_AGAIN_S = 1.0
+_NOT_CREATED = GroupConfig(0, ()), 0
 
 
 class Groups(RecordKeeper):
@@ -26,47 +29,38 @@ class Groups(RecordKeeper):
 
     def __init__(self, faults: Faults | None = None) -> None:
         super().__init__(faults)
-        self._configs: dict[int, tuple[GroupConfig, int]] = {}
+        self.configs: dict[int, tuple[GroupConfig, int]] = {}  # for reading only
         self.wanted: set[int] = set()
         # Called with a group's id after its configuration changed.
         self.group_changed: list[Callable[[int], None]] = []
         # Called with a pool's number when a mount wants its groups.
         self.pool_wanted: list[Callable[[int], None]] = []
 
-    def get(self, group: int) -> tuple[GroupConfig, int] | None:
-        """Return a group's configuration and its mod_revision; None: it has not been created."""
-        return self._configs.get(group)
-
-    def all(self) -> dict[int, tuple[GroupConfig, int]]:
-        """Return every group; the mapping must not be changed."""
-        return self._configs
+    def get(self, group: int) -> tuple[GroupConfig, int]:
+        """Return a group's configuration and its mod_revision. One that has not been created has no
+        members, and 0."""
+        return self.configs.get(group, _NOT_CREATED)
 
     def pools(self) -> set[int]:
         """Return the pools (see placement.pool_of) that have groups."""
-        return {group >> GROUP_BUCKET_BITS for group in self._configs}
+        return {group >> GROUP_BUCKET_BITS for group in self.configs}
 
-    def missing(self, pool: int, settings: Settings) -> list[int]:
-        """Return the groups of a pool that have not been created."""
-        wanted = (pool << GROUP_BUCKET_BITS | bucket for bucket in range(settings.buckets))
-        return [group for group in wanted if group not in self._configs]
+    def missing(self, pool: int, buckets: int) -> list[int]:
+        """Return the groups of a pool that have not been created. One whose record is damaged has been."""
+        wanted = (pool << GROUP_BUCKET_BITS | bucket for bucket in range(buckets))
+        return [group for group in wanted if group_key(group) not in self._keys]
 
     async def want(
-        self,
-        engine: EtcdEngine,
-        pool: int,
-        settings: Settings,
-        place: Callable[[int], Sequence[int]],
-        timeout_s: float,
+        self, engine: EtcdEngine, pool: int, placement: Placement, timeout_s: float
     ) -> None:
         """Have the nodes create the groups of a pool, if this is the first use of it; returns when all are
-        known here. `place` is as for `ensure`.
+        known here. `placement` is as for `ensure`.
 
         Raises OSError: EHOSTUNREACH if there is no node to keep them, ETIMEDOUT.
         """
         with trio.move_on_after(timeout_s):
-            while missing := self.missing(pool, settings):
-                if not place(missing[0]):
-                    raise OSError(errno.EHOSTUNREACH, "no store node is up to keep data")
+            while missing := self.missing(pool, placement.buckets):
+                placement.target(missing[0])  # raises the error that says why there is no node
                 if pool not in self.wanted:
                     await engine.transact((), [Put(pool_key(pool), b"")])
                 # Nodes that start or stop do not change a group by themselves.
@@ -77,54 +71,32 @@ class Groups(RecordKeeper):
             errno.ETIMEDOUT, f"the store nodes have made no placement groups for {timeout_s:g} s"
         )
 
-    async def ensure(
-        self,
-        engine: EtcdEngine,
-        pool: int,
-        settings: Settings,
-        place: Callable[[int], Sequence[int]],
-    ) -> None:
-        """Create the groups of a pool, if this is the first use of it.
-
-        `place` (Members.placement().target) gives the nodes that a new group is to be kept by, the
-        primary first. When others create the same groups, the first one decides. Returns when all are known
-        here. Raises EHOSTUNREACH if `place` returns no node, or raises it.
-        """
-        exist: set[int] = set()
-        while missing := [one for one in self.missing(pool, settings) if one not in exist]:
-            puts = []
-            for group in missing[:CREATED_AT_ONCE]:
-                nodes = tuple(place(group))
-                if not nodes:
-                    raise OSError(errno.EHOSTUNREACH, "no store node is up to keep data")
-                puts.append(Put(group_key(group), encode(GroupConfig(1, nodes))))
-            try:
-                await engine.transact([(put.key, 0) for put in puts], puts)
-                exist.update(missing[:CREATED_AT_ONCE])
-            except Conflict as conflict:
-                exist.add(int.from_bytes(conflict.key[1:], "big"))
-        while self.missing(pool, settings):
-            await self.changed()
+    async def ensure(self, replica: Replica, pool: int, placement: Placement) -> None:
+        """Create the groups of a pool, if this is the first use of it, where Members.placement() has them.
+        When others create the same groups, the first one decides. Returns when all are known here. Raises
+        OSError EHOSTUNREACH."""
+        while missing := self.missing(pool, placement.buckets)[:CREATED_AT_ONCE]:
+            made = [(group, GroupConfig(1, placement.target(group))) for group in missing]
+            puts = [Put(group_key(group), encode(config)) for group, config in made]
+            await replica.attempt([(put.key, 0) for put in puts], puts)
 
     async def change(
         self,
-        engine: EtcdEngine,
+        replica: Replica,
         changes: Mapping[int, tuple[int, GroupConfig]],
         guards: Compares = (),
-    ) -> tuple[int, set[int]]:
+    ) -> set[int]:
         """Put new configurations of groups, each if its current one still has the given revision.
 
-        Returns the revision of the last transaction (0: none succeeded) and the groups that had changed
-        meanwhile, which are left unchanged. Raises Conflict when one of `guards` does not hold; some
-        configurations may have been put then.
+        Returns the groups that had changed meanwhile, which are left unchanged, when all is known here.
+        Raises Conflict when one of `guards` does not hold; some configurations may have been put then.
         """
         late: set[int] = set()
-        newest = 0
         todo = list(changes)
         while todo:
             batch = todo[:CHANGED_AT_ONCE]
             try:
-                newest = await engine.transact(
+                await replica.transact(
                     [*((group_key(group), changes[group][0]) for group in batch), *guards],
                     [Put(group_key(group), encode(changes[group][1])) for group in batch],
                 )
@@ -135,7 +107,9 @@ class Groups(RecordKeeper):
                 group = int.from_bytes(conflict.key[1:], "big")
                 late.add(group)
                 todo.remove(group)
-        return newest, late
+        if late:
+            await replica.barrier()
+        return late
 
     def take(self, key: bytes, value: bytes | None, revision: int) -> None:
         group = int.from_bytes(key[1:], "big")
@@ -148,15 +122,15 @@ class Groups(RecordKeeper):
                     listener(group)
             return
         if value is None:
-            if self._configs.pop(group, None) is None:
+            if self.configs.pop(group, None) is None:
                 return
         else:
             config = self.faults.sound(key, value, GroupConfig)
-            known = self._configs.get(group)
+            known = self.configs.get(group)
             # A damaged record counts as none for reading, but the key exists: no leader can
             # derive a change from it, and no process creates it anew.
             if config is None or (known is not None and known[1] == revision):
                 return
-            self._configs[group] = (config, revision)
+            self.configs[group] = (config, revision)
         for listener in self.group_changed:
             listener(group)

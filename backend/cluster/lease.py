@@ -63,25 +63,23 @@ now_s: Final = partial(time.clock_gettime, time.CLOCK_BOOTTIME)
 
 
 class Session:
-    """The lease of a mount (`MOUNT`) or of a store node (`NODE`, whose id is `node`)."""
+    """The lease of a store node, or of a mount (`node` 0). `record` may be told by `update` before
+    `run`."""
 
     def __init__(
         self,
         engine: EtcdEngine,
-        key_kind: bytes,
-        record: MountRecord | NodeAddress,
+        record: MountRecord | NodeAddress | None,
         ttl_s: int,
         *,
         node: int = 0,
     ) -> None:
-        assert key_kind in (MOUNT, NODE)
         self._engine = engine
-        self._kind = key_kind
         self._node = node
         self.record = record
         self.ttl_s = ttl_s
         self.lease = 0
-        self.key = key_of(key_kind, node)
+        self.key = key_of(NODE if node else MOUNT, node)
         self.number = 0  # mod_revision of the key; of a mount: the session in its content ids
         self.valid_until = 0.0  # by now_s()
         self.released = False
@@ -116,7 +114,7 @@ class Session:
             return self.number
         raise OSError(
             errno.ETIMEDOUT,
-            f"this {'mount' if self._kind == MOUNT else 'node'} has had no session for {within_s:g} s: "
+            f"this {'node' if self._node else 'mount'} has had no session for {within_s:g} s: "
             f"{self._why or 'etcd does not answer'}",
         )
 
@@ -163,7 +161,7 @@ class Session:
 
         Raises OSError when etcd cannot be reached.
         """
-        assert self._kind == NODE, "a mount's number is in its content ids and must not change"
+        assert self._node, "a mount's number is in its content ids and must not change"
         async with self._writing:
             if not self.lease:
                 self.record = record
@@ -171,9 +169,8 @@ class Session:
             if not self.valid():
                 return
             try:
-                self.number = await self._engine.transact(
-                    [self.compare()], [Put(self.key, encode(record), self.lease)]
-                )
+                put = Put(self.key, encode(record), self.lease)
+                self.number = await self._engine.transact([self.compare()], [put])
             except (Conflict, LeaseEnded):
                 self.lose()
             else:
@@ -228,7 +225,7 @@ class Session:
         while True:
             sent_s = now_s()
             lease = self.lease = await self._engine.leases.grant(self.ttl_s)
-            if self._kind == MOUNT:
+            if not self._node:
                 self.key = key_of(MOUNT, lease)
             try:
                 self.number = await self._put_key(lease)
@@ -242,10 +239,11 @@ class Session:
 
     async def _put_key(self, lease: int) -> int:
         """Put the key, and return its revision. Raises Removed, OSError."""
+        assert self.record is not None, "a node tells it before it registers"
         put = Put(self.key, encode(self.record), lease)
         while True:
             compares: list[Compare] = [(self.key, await self._revision_to_replace())]
-            if self._kind == NODE:
+            if self._node:
                 compares.append(Exists(key_of(b"N", self._node)))
             try:
                 return await self._engine.transact(compares, [put])

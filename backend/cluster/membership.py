@@ -96,11 +96,13 @@ class _NewGroups(Placement):
     def target(self, group: int) -> tuple[int, ...]:
         """Return the nodes of a group. Raises EHOSTUNREACH if there is none."""
         nodes = super().target(group)
-        if not nodes and self.candidates:
+        if not nodes:
             raise OSError(errno.EHOSTUNREACH, self._misfit(self.rules.get(policy_of(group))))
         return nodes
 
     def _misfit(self, rule: str | None) -> str:
+        if not self.candidates:
+            return "no store node is up to keep data"
         if rule is None:
             return "the placement rule of the file is not known"
         for level, wanted in policy_of_rule(rule).only:
@@ -124,7 +126,8 @@ class Members(RecordKeeper):
     def __init__(self, own: Session | None = None, faults: Faults | None = None) -> None:
         super().__init__(faults)
         self._own = own
-        self.settings: Settings | None = None
+        self.known_settings: Settings | None = None
+        self.lease_ttl_s = 0.0  # of the settings: a session lasts so long when its holder is silent
         self.nodes: dict[int, NodeAddress] = {}
         self.records: dict[int, NodeRecord] = {}
         self.policies: dict[int, str] = {}  # placement rules, by number
@@ -145,14 +148,10 @@ class Members(RecordKeeper):
     # --- what is known
 
     @property
-    def lease_ttl_s(self) -> float:
-        """Return how long a session lasts after its holder is heard of no more."""
-        assert self.settings is not None, "a member starts with the settings"
-        return float(self.settings.lease_ttl_s)
-
-    def address(self, node: int) -> NodeAddress | None:
-        """Return the address of a node; None: it is not alive."""
-        return self.nodes.get(node)
+    def settings(self) -> Settings:
+        """Return the present settings, with which every member starts."""
+        assert self.known_settings is not None, "the cluster has no settings yet"
+        return self.known_settings
 
     def candidates(
         self, patience_s: float = 0.0, holders: Collection[int] = ()
@@ -169,7 +168,6 @@ class Members(RecordKeeper):
 
     def placement(self) -> Placement:
         """Return the placement of new groups: the same object as long as it does not change."""
-        assert self.settings is not None, "the cluster has no settings yet"
         candidates = self.candidates()
         if self._placement is None or self._placement.candidates != candidates:
             self._placement = _NewGroups(candidates, self.settings.buckets, self.policies)
@@ -258,7 +256,8 @@ class Members(RecordKeeper):
         sound = self.faults.sound
         if key == SETTINGS_KEY:
             if value is not None:  # nobody deletes it while the cluster is in use
-                self.settings = sound(key, value, Settings) or self.settings
+                self.known_settings = sound(key, value, Settings) or self.known_settings
+                self.lease_ttl_s = float(self.settings.lease_ttl_s) if self.known_settings else 0.0
         elif kind == NODE:
             self._take_node(number, sound(key, value, NodeAddress))
         elif kind == b"N":

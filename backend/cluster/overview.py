@@ -36,7 +36,7 @@ class Cluster:
     def __init__(self, members: Members, groups: Groups, rebalance_rate: int) -> None:
         self.members = members
         self.groups: dict[int, GroupConfig] = {
-            group: config for group, (config, _) in sorted(groups.all().items())
+            group: config for group, (config, _) in sorted(groups.configs.items())
         }
         # Nodes that found that etcd went back in time.
         self.went_back: dict[int, Report] = {}
@@ -198,9 +198,7 @@ class Cluster:
 
     def _target_with(self, candidates: Sequence[Candidate]) -> Callable[[int], tuple[int, ...]]:
         """Return the targets of each group if these were the nodes."""
-        settings = self.members.settings
-        assert settings is not None
-        buckets, rules = settings.buckets, self.members.policies
+        buckets, rules = self.members.settings.buckets, self.members.policies
         # The pool has no targets in etcd yet.
         fresh = placement.Placement(candidates, buckets, rules)
         targets: dict[int, placement.Targets] = {}
@@ -280,7 +278,7 @@ async def _ask_each(
     credentials = config.cluster.credentials("admin")
     async with (
         open_peers(
-            found.members.address, (), credentials=credentials, name="command", role="admin"
+            found.members.nodes.get, (), credentials=credentials, name="command", role="admin"
         ) as peers,
         trio.open_nursery() as nursery,
     ):

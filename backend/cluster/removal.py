@@ -11,6 +11,7 @@ docs/replication.md says why this is safe. Each step can be repeated, and done b
 
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from functools import partial
 from typing import NamedTuple
 
 import trio
@@ -21,7 +22,7 @@ from ..model.groups import refenced
 from ..model.placement import groups_of
 from ..model.values import ConfigError
 from ..namespace import Inode, Namespace, SharedCommitter, Tree
-from ..unwrap import background, only_error
+from ..unwrap import background, for_each, only_error
 from .group_configs import Groups
 from .membership import Members, removed_for_good
 from .replica import Replica
@@ -46,7 +47,6 @@ class Removal:
     """A view of the cluster, for removing a dead node."""
 
     def __init__(self, engine: EtcdEngine) -> None:
-        self._engine = engine
         self._members = Members()
         self._groups = Groups()
         tree = Tree()
@@ -95,7 +95,7 @@ class Removal:
             return frozenset()
         return frozenset(
             group
-            for group, (config, _) in self._groups.all().items()
+            for group, (config, _) in self._groups.configs.items()
             if self._members.keeps_alone(node, config)
         )
 
@@ -106,24 +106,22 @@ class Removal:
     async def _fence(self, groups: frozenset[int]) -> None:
         by_members: dict[tuple[int, ...], set[int]] = {}
         for group in groups:
-            by_members.setdefault(self._groups.all()[group][0].in_sync, set()).add(group)
+            by_members.setdefault(self._groups.configs[group][0].in_sync, set()).add(group)
         for gone, left in by_members.items():
             guards = removed_for_good(gone)
             for _ in range(_ROUNDS_MAX):
                 changes = {
                     group: (revision, refenced(config))
-                    for group, (config, revision) in self._groups.all().items()
+                    for group, (config, revision) in self._groups.configs.items()
                     if group in left and config.in_sync == gone
                 }
                 try:
-                    newest, left = await self._groups.change(self._engine, changes, guards)
+                    left = await self._groups.change(self._replica, changes, guards)
                 except Conflict:
                     names = ", ".join(f"{node:016x}" for node in gone)
                     raise ConfigError(f"of nodes {names} one was admitted again") from None
-                await self._replica.wait_applied(newest)
                 if not left:
                     break
-                await self._replica.barrier()
             else:
                 raise ConfigError("the groups' configurations change all the time; try again")
 
@@ -133,24 +131,17 @@ class Removal:
             inodes = self._inodes_of(groups)
             if not inodes:
                 return
-            limit = trio.CapacityLimiter(_UNLINKS_AT_ONCE)
+            unlink = partial(self._unlink, groups)
             try:
-                async with trio.open_nursery() as nursery:
-                    for inode in inodes:
-                        nursery.start_soon(self._unlink, inode, groups, limit)
+                await for_each(inodes, unlink, at_once=_UNLINKS_AT_ONCE)
             except BaseExceptionGroup as group:
                 raise only_error(group) from group
             await self._replica.barrier()
         raise ConfigError("names are given to lost files all the time; try again")
 
-    async def _unlink(
-        self, inode: Inode, groups: frozenset[int], limit: trio.CapacityLimiter
-    ) -> None:
-        async with limit:
-            for parent, name in self._namespace.names_of(inode.ino):
-                await self._namespace.unlink_if(
-                    parent, name, lambda found: self._is_in(found, groups)
-                )
+    async def _unlink(self, groups: frozenset[int], inode: Inode) -> None:
+        for parent, name in self._namespace.names_of(inode.ino):
+            await self._namespace.unlink_if(parent, name, partial(self._is_in, groups))
 
     async def _note(self, directories: tuple[int, ...], revision: int) -> None:
         self._newest = max(self._newest, revision)
@@ -158,13 +149,11 @@ class Removal:
     def _inodes_of(self, groups: frozenset[int]) -> list[Inode]:
         if not groups:
             return []
-        return [inode for inode in self._namespace.inodes.values() if self._is_in(inode, groups)]
+        return [inode for inode in self._namespace.inodes.values() if self._is_in(groups, inode)]
 
-    def _is_in(self, inode: Inode, groups: frozenset[int]) -> bool:
-        settings = self._members.settings
-        assert settings is not None
+    def _is_in(self, groups: frozenset[int], inode: Inode) -> bool:
         size = inode.size if inode.extent else 0
-        return not groups.isdisjoint(groups_of(inode.layout, size, settings.buckets))
+        return not groups.isdisjoint(groups_of(inode.layout, size, self._members.settings.buckets))
 
 
 @asynccontextmanager

@@ -16,7 +16,7 @@ from typing import Protocol
 import trio
 
 from ..etcd.engine import EtcdEngine
-from ..kv import Compacted, Compares, Event, KeyValue, Operations, WentBack
+from ..kv import Compacted, Compares, Conflict, Event, KeyValue, Operations, WentBack
 from ..kv.faults import Faults
 from ..pauses import Pauses
 from .history import History
@@ -119,6 +119,16 @@ class Replica:
         revision = await self._engine.transact(compares, operations)
         await self.wait_applied(revision)
         return revision
+
+    async def attempt(self, compares: Compares, operations: Operations) -> bool:
+        """Apply a transaction, and return whether its compares held, when all consumers know how things
+        are. Raises OSError."""
+        try:
+            await self.transact(compares, operations)
+        except Conflict:
+            await self.barrier()
+            return False
+        return True
 
     async def barrier(self) -> None:
         """Return when all consumers know every change that was acknowledged before this call.

@@ -112,7 +112,7 @@ def _named(found: Cluster, inos: Sequence[int]) -> str:
 
 def _nodes_to_add(found: Cluster) -> Iterator[str]:
     """Yield a line for each case in which more replicas are wanted than nodes may keep one."""
-    settings = found.members.settings
+    settings = found.members.known_settings
     usual = settings.replicas if settings else 0
     wanted = {0: usual}  # by policy
     for pool in found.pools_in_use():
@@ -191,7 +191,7 @@ def _quarantined(found: Cluster) -> list[str]:
 def report_of(found: Cluster) -> dict[str, Any]:
     """Return everything that was read, as JSON."""
     verdict, problems = health(found)
-    settings = found.members.settings
+    settings = found.members.known_settings
     return {
         "health": verdict,
         "problems": problems,

@@ -203,11 +203,7 @@ class EtcdRoom:
         """Have etcd compact the history before `revision`, for all its users. `at_once`: return when its
         room is free."""
         request = pb.CompactionRequest(revision=revision, physical=at_once)
-        try:
-            await self._calls.ask(rpc.COMPACT, request)
-        except RpcError as error:
-            if error.code != Status.OUT_OF_RANGE:  # it is compacted already
-                raise self._calls.failure(error) from None
+        await self._calls.tell(rpc.COMPACT, request, unless=Status.OUT_OF_RANGE)
 
     async def _check_that_members_agree(self) -> None:
         """Raise OSError unless all members of etcd have the same data."""
@@ -358,9 +354,8 @@ class EtcdAdmin:
 
     async def spend(self, count: int) -> None:
         """Raise etcd's revision by `count`, without changing anything else."""
-        request = pb.TxnRequest(
-            success=[pb.RequestOp(request_put=pb.PutRequest(key=self._calls.prefix + _SPENT_KEY))]
-        )
+        spent = pb.PutRequest(key=self._calls.prefix + _SPENT_KEY)
+        request = pb.TxnRequest(success=[pb.RequestOp(request_put=spent)])
         left = iter(range(count))
 
         async def put() -> None:

@@ -88,6 +88,15 @@ class Calls:
         except RpcError as error:
             raise self.failure(error) from None
 
+    async def tell(self, method: Method[A], request: Message, *, unless: Status) -> None:
+        """Make a call for what it does, unless etcd refuses with the status that says that it is done.
+        Raises OSError."""
+        try:
+            await self.ask(method, request)
+        except RpcError as error:
+            if error.code != unless:
+                raise self.failure(error) from None
+
     def heard(self, revision: int, before: int = 0, last: KeyValue | None = None) -> None:
         """Note the revision of an answer, and its newest transaction (the key "s"). Doubt a linearizable
         answer that is older than `before`, known when the question was sent."""

@@ -32,11 +32,8 @@ class EtcdLeases:
         self._calls.check_trusted()
         # This process chooses the number, so a repeated request grants no second lease.
         lease = self.owner << LEASE_BITS | (secrets.randbits(LEASE_BITS) or 1)
-        try:
-            await self._calls.ask(GRANT, pb.LeaseGrantRequest(TTL=ttl_s, ID=lease))
-        except RpcError as error:
-            if error.code != Status.FAILED_PRECONDITION:  # it exists: an answer was lost
-                raise self._calls.failure(error) from None
+        request = pb.LeaseGrantRequest(TTL=ttl_s, ID=lease)
+        await self._calls.tell(GRANT, request, unless=Status.FAILED_PRECONDITION)  # it exists
         return lease
 
     async def renew(self, lease: int, timeout_s: float) -> int:
@@ -55,11 +52,8 @@ class EtcdLeases:
 
     async def revoke(self, lease: int) -> None:
         """End a lease and delete its keys; do nothing if it has ended."""
-        try:
-            await self._calls.ask(REVOKE, pb.LeaseRevokeRequest(ID=lease))
-        except RpcError as error:
-            if error.code != Status.NOT_FOUND:
-                raise self._calls.failure(error) from None
+        request = pb.LeaseRevokeRequest(ID=lease)
+        await self._calls.tell(REVOKE, request, unless=Status.NOT_FOUND)
 
     async def used_in(self, start: bytes, end: bytes) -> dict[bytes, int]:
         """Return the keys with start <= key < end that are attached to a lease, with their leases."""

@@ -158,25 +158,19 @@ class Map:
         if self._spare_pages < 0:
             self._make_room(pages, urgent)
 
-    def put(self, key: bytes, value: bytes) -> None:
+    def put(self, key: bytes, value: bytes | None) -> None:
+        """Put a value in the place of the one that the key has; None: there is no such key any more."""
         self._changes.append((key, value))
         try:
-            if key in self._large:
-                self._txn.delete(key)  # else a shorter value would keep all pages of the longer one
-            if len(value) > _INLINE_MAX:
-                self._large.add(key)
-            self._txn.put(key, value)
+            # A shorter value would keep all pages of a longer one.
+            if value is None or key in self._large:
+                self._txn.delete(key)
+            if value is not None:
+                if len(value) > _INLINE_MAX:
+                    self._large.add(key)
+                self._txn.put(key, value)
         except lmdb.MapFullError:
             # A large value needs pages in a row.
-            self._begin_again(grow=True)
-        except lmdb.Error as error:
-            raise self._failed(error) from error
-
-    def delete(self, key: bytes) -> None:
-        self._changes.append((key, None))
-        try:
-            self._txn.delete(key)
-        except lmdb.MapFullError:
             self._begin_again(grow=True)
         except lmdb.Error as error:
             raise self._failed(error) from error
@@ -219,10 +213,7 @@ class Map:
             raise NoSpace(self._path)
         self._txn = self._env.begin(write=True)
         for key, value in changes:
-            if value is None:
-                self.delete(key)
-            else:
-                self.put(key, value)
+            self.put(key, value)
 
     def leave(self, note: bytes) -> None:
         """Leave a note when the map is closed, if there is space."""

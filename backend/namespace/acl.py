@@ -54,7 +54,7 @@ def access_mode(value: bytes, mode: int) -> tuple[int, bytes]:
     permissions = {entry.tag: entry.permissions for entry in acl}
     group = permissions.get(_MASK, permissions[_GROUP_OBJ])
     bits = permissions[_USER_OBJ] << 6 | group << 3 | permissions[_OTHER]
-    return mode & ~0o777 | bits, b"" if _is_minimal(acl) else value
+    return mode & ~0o777 | bits, b"" if len(acl) == len(_ONCE) else value
 
 
 def put(inode: Inode, name: bytes, value: bytes, *, drop_set_gid: bool) -> None:
@@ -80,9 +80,8 @@ def follow_chmod(inode: Inode) -> None:
     """Bring the access ACL of an inode, which may be changed, in step with its new mode, as chmod(2) does:
     the group's bits of a mode are the mask's."""
     if ACCESS in inode.xattrs:
-        acl, mode = _decode(inode.xattrs[ACCESS]), inode.mode
-        group = _MASK if any(entry.tag == _MASK for entry in acl) else _GROUP_OBJ
-        bits = {_USER_OBJ: mode >> 6 & 0o7, group: mode >> 3 & 0o7, _OTHER: mode & 0o7}
+        acl = _decode(inode.xattrs[ACCESS])
+        bits = _bits(acl, inode.mode)
         changed = [entry._replace(permissions=bits.get(entry.tag, entry[1])) for entry in acl]
         inode.xattrs = {**inode.xattrs, ACCESS: _encode(changed)}
 
@@ -91,8 +90,7 @@ def inherited(default: bytes, mode: int) -> tuple[int, dict[bytes, bytes]]:
     """Return mode and ACLs of a new inode in a directory with this default ACL, where the umask is
     ignored."""
     acl = _decode(default)
-    group = _MASK if any(entry.tag == _MASK for entry in acl) else _GROUP_OBJ
-    asked = {_USER_OBJ: mode >> 6 & 0o7, group: mode >> 3 & 0o7, _OTHER: mode & 0o7}
+    asked = _bits(acl, mode)
     access = [
         entry._replace(permissions=entry.permissions & asked.get(entry.tag, 0o7)) for entry in acl
     ]
@@ -122,8 +120,10 @@ def grants(value: bytes, wanted: int, uid: int, group: int, groups: Collection[i
     return any(one.tag == _OTHER and one.permissions & wanted == wanted for one in acl)
 
 
-def _is_minimal(acl: Sequence[_Entry]) -> bool:
-    return len(acl) == len(_ONCE)
+def _bits(acl: Sequence[_Entry], mode: int) -> dict[int, int]:
+    """Return the permissions of a mode, by the tags of the entries that have them in an ACL."""
+    group = _MASK if any(entry.tag == _MASK for entry in acl) else _GROUP_OBJ
+    return {_USER_OBJ: mode >> 6 & 0o7, group: mode >> 3 & 0o7, _OTHER: mode & 0o7}
 
 
 def _decode(value: bytes) -> list[_Entry]:

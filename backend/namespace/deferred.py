@@ -290,7 +290,8 @@ class Deferred:
         compares += conditions
         stored = some.operations | {operation.key: operation for operation in operations}
         self._remove(some.changes)
-        self._under_way = {key: _value_of(stored[key]) for key in some.operations}
+        sent = [(key, stored[key]) for key in some.operations]
+        self._under_way = {key: one.value if isinstance(one, Put) else None for key, one in sent}
         self._sent = some.changes
         try:
             revision = await self._engine.transact(compares, [*stored.values()])
@@ -387,7 +388,3 @@ class Deferred:
             inode.nlink = 0
         tree.keep(commit)
         self._lost_keys -= keys
-
-
-def _value_of(operation: Put | Delete) -> bytes | None:
-    return operation.value if isinstance(operation, Put) else None

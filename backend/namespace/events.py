@@ -67,18 +67,13 @@ class Changes(NamedTuple):
 
 def changes_of(events: Iterable[Event], complain: Complain) -> Changes:
     """Return the changes of events. `complain` is told of each record that makes no sense."""
-    times: list[tuple[int, int | None]] = []
-    damaged: list[tuple[int, int]] = []
-    inodes: list[tuple[Inode, bytes]] = []
-    names: list[tuple[int, bytes, int, int]] = []
-    gone: list[int] = []
-    blocks: dict[int, tuple[int, int]] = {}
+    found = Changes([], [], [], [], [], {})
     for revision, key, value in events:
         kind, ino = key[:1], int.from_bytes(key[1:9], "big")
         if key == NEXT_INO_KEY or (kind == NEXT_INO_OF and ino in SUBVOLUMES):
             # No number, if it is damaged or gone: the tree finds one.
             told = int.from_bytes(value, "big") if value and len(value) == 8 else 0
-            blocks[ino or ROOT_INO] = told, revision
+            found.blocks[ino or ROOT_INO] = told, revision
         elif not _can_be(kind, ino, key, value):
             if value is not None or key == inode_key(ROOT_INO):
                 complain(key, "no tree has such a record, or lacks it", value or b"")
@@ -91,18 +86,18 @@ def changes_of(events: Iterable[Event], complain: Complain) -> Changes:
             ):
                 complain(key, "it leads to no inode that can be there", b"")
                 target = DAMAGED_INO
-            names.append((ino, key[9:], target, revision))
+            found.names.append((ino, key[9:], target, revision))
         elif kind == b"t":
-            times.append((ino, time_of(value) if value is not None else None))
+            found.times.append((ino, time_of(value) if value is not None else None))
         elif value is None:
-            gone.append(ino)
+            found.gone.append(ino)
         else:
             try:
-                inodes.append((Inode.decode(ino, value, revision), value))
+                found.inodes.append((Inode.decode(ino, value, revision), value))
             except msgspec.DecodeError as error:
                 complain(key, str(error), value)
-                damaged.append((ino, revision))
-    return Changes(times, damaged, inodes, names, gone, blocks)
+                found.damaged.append((ino, revision))
+    return found
 
 
 def _can_be(kind: bytes, ino: int, key: bytes, value: bytes | None) -> bool:

@@ -358,11 +358,8 @@ class Inodes(dict[int, Inode]):
                 if self.are_compared:
                     inode = self[ino] = known.copy()
                 inode.mtime_ns, inode.ctime_ns = time_ns, max(known.ctime_ns, time_ns)
-        key = b"t" + ino.to_bytes(8, "big")
-        if time_ns is None:
-            self._records.delete(key)
-        else:
-            self._records.put(key, time_ns.to_bytes(8, "big"))
+        value = None if time_ns is None else time_ns.to_bytes(8, "big")
+        self._records.put(b"t" + ino.to_bytes(8, "big"), value)
 
     def changing(self, ino: int) -> Inode:
         """Return an inode whose derived fields can be changed."""
@@ -379,7 +376,7 @@ class Inodes(dict[int, Inode]):
             key, inode = b"i" + ino.to_bytes(8, "big"), super().get(ino)
             if inode is None or not inode.revision:
                 if before is None or before.revision:
-                    records.delete(key)
+                    records.put(key, None)
                 continue
             if record is None:
                 value = records.get(key)

@@ -158,27 +158,17 @@ class Namespace:
         return removed
 
     def rename(
-        self,
-        parent: int,
-        name: bytes,
-        new_parent: int,
-        new_name: bytes,
-        flags: int,
-        *,
-        owner: tuple[int, int] = (0, 0),
-        known: Known = NOTHING_KNOWN,
+        self, parent: int, name: bytes, new_parent: int, new_name: bytes, flags: int, **what: Any
     ) -> Coroutine[Any, Any, Inode | None]:
-        """Rename with renameat2(2)'s flags, and return the inode that lost its name, if any.
+        """Rename with renameat2(2)'s flags, and return the inode that lost its name, if any; `what` else
+        there is to know as for Planner.rename.
 
-        That inode goes as with `unlink`; `known` as for rmdir. `owner`: user and group of a whiteout.
-        Raises ENAMETOOLONG when a directory of a shared engine would be moved below more than a hundred
-        others.
+        That inode goes as with `unlink`. Raises ENAMETOOLONG when a directory of a shared engine would be
+        moved below more than a hundred others.
         """
         if flags & ~RENAME_WHITEOUT not in (0, RENAME_NOREPLACE) and flags != RENAME_EXCHANGE:
             raise fail(errno.EINVAL)
-        plan = partial(
-            self._planner.rename, parent, name, new_parent, new_name, flags, owner, known
-        )
+        plan = partial(self._planner.rename, parent, name, new_parent, new_name, flags, **what)
         return self._carry_out(plan)
 
     # -- inodes ----------------------------------------------------------------------------------

@@ -258,8 +258,9 @@ class Planner:
         new_parent: int,
         new_name: bytes,
         flags: int,
-        owner: tuple[int, int],
-        known: Known,
+        *,
+        owner: tuple[int, int] = (0, 0),
+        known: Known = NOTHING_KNOWN,
     ) -> Commit | None:
         """Rename with renameat2(2)'s flags. `owner`: user and group of a whiteout; `known` as for
         rmdir."""

@@ -177,11 +177,8 @@ class SharedCommitter:
                 storing.set()
                 self._under_way.subtract(keys)
                 self._under_way = +self._under_way
-            if kept:
-                self._forget_former_names(commit)
-            for ino, time in touched:
-                if time is not None and tree.records.get(time_key(ino)) == time:
-                    self._forget_time(ino)
+            if kept or touched:
+                self._forget_former(commit, touched)
             unseen = commit.new is not None and commit.new.maker
             if self._after_commit is not None and not unseen and not commit.stores:
                 await self._after_commit(directories, revision)
@@ -310,29 +307,22 @@ class SharedCommitter:
                     commit.times = [*commit.times, (parent, tree.inodes[parent].mtime_ns)]
         commit.kept, commit.revisions = kept, revisions
 
-    def _forget_former_names(self, commit: Commit) -> None:
-        """Remove the names that a commit removed and that were never stored: the watch tells of none."""
-        tree, names = self._tree, list[tuple[int, bytes, int]]()
-        for parent, name, ino in commit.names:
+    def _forget_former(self, commit: Commit, touched: Sequence[tuple[int, bytes | None]]) -> None:
+        """Remove what was never stored, so that the watch does not tell of it: names that a commit removed,
+        and times of directories, as they were, whose records have the times from now on."""
+        tree, former = self._tree, Commit()
+        for parent, name, ino in commit.names if commit.kept else ():
             if not ino and tree.ino_behind(parent, name) and not tree.name_revision(parent, name):
-                names.append((parent, name, 0))
-        if names:
-            former = Commit()
-            former.names = names
+                former.names = [*former.names, (parent, name, 0)]
+        for directory, time in touched:
+            if time is not None and tree.records.get(time_key(directory)) == time:
+                former.times = [*former.times, (directory, None)]
+        if former.names or former.times:
             tree.keep(former)
 
-    def _forget_time(self, directory: int) -> None:
-        """Remove the time at which a name was kept in a directory, whose record has its times now: the
-        watch tells of none that was never stored."""
-        former = Commit()
-        former.times = ((directory, None),)
-        self._tree.keep(former)
-
     async def store(self, directory: int) -> None:
-        """Store what is deferred, and the files in a directory that this mount keeps to itself; no other
-        mount sees them yet. Raises OSError."""
-        assert self.deferred is not None, "a mount with claims defers changes"
-        await self.deferred.store()
+        """Store the files in a directory that this mount keeps to itself; no other mount sees them yet.
+        Raises OSError."""
         while kept := [
             inode.ino
             for inode in self._tree.inodes.unrecorded()

@@ -150,8 +150,8 @@ class Tree(Names):
                 orphan.maker = 0 if ino in self._removing else known.maker
                 self.inodes.store(orphan, None, known)
                 if orphan.is_dir:
-                    self.records.delete(time_key(ino))
-                    self.records.delete(_quota_key(ino))
+                    self.records.put(time_key(ino), None)
+                    self.records.put(_quota_key(ino), None)
         for parent, name, target, revision in names if len(names) < 2 else removals_first(names):
             if self._waiting:
                 self._waiting.pop((parent, name), None)
@@ -283,8 +283,8 @@ class Tree(Names):
             for inode in commit.gone:
                 inodes.replace(inode, 0)
                 if inode.is_dir:
-                    records.delete(time_key(inode.ino))
-                    records.delete(_quota_key(inode.ino))
+                    records.put(time_key(inode.ino), None)
+                    records.put(_quota_key(inode.ino), None)
             names = commit.names
             for parent, name, ino in names if len(names) < 2 else removals_first(names):
                 self._rename(parent, name, ino, revision)
@@ -365,7 +365,7 @@ class Tree(Names):
         if any(name in directory.xattrs for name in QUOTA_NAMES):
             self.records.put(key, b"")
         elif self.quotas.in_use:
-            self.records.delete(key)
+            self.records.put(key, None)
         self.quotas.take_limits(directory)
 
     def _set_name(self, parent: int, name: bytes, ino: int, revision: int) -> None:
@@ -401,7 +401,7 @@ class Tree(Names):
                 self._linked_directories.append(ino)
             records.put(key, ino.to_bytes(8, "big") + revision.to_bytes(8, "big"))
         elif known:
-            records.delete(key)
+            records.put(key, None)
         if subdirectories and parent in inodes:
             inodes.changing(parent).nlink += subdirectories
 
@@ -422,12 +422,12 @@ class Tree(Names):
         except KeyError:
             return False
         if (inode.parent, inode.name) != (parent, name):
-            self.records.delete(link_key(ino, parent, name))
+            self.records.put(link_key(ino, parent, name), None)
             inode.more -= 1
         elif inode.more:
             key = self.records.first(link_key(ino, 0, b""), link_key(ino + 1, 0, b""))
             assert key is not None, "there are as many further names as are counted"
-            self.records.delete(key)
+            self.records.put(key, None)
             inode.parent, inode.name = int.from_bytes(key[9:17], "big"), key[17:]
             inode.more -= 1
         else:

@@ -24,13 +24,12 @@ _WATCHED_MAX = 32768
 class _Watch:
     """One directory. `asked_at` is time.monotonic()."""
 
-    __slots__ = ("asked_at", "changed", "count", "waiters")
+    __slots__ = ("asked_at", "count", "waiters")
 
     def __init__(self, count: int) -> None:
         self.count = count
         self.asked_at = 0.0
-        self.changed = trio.Event()
-        self.waiters = 0
+        self.waiters = trio.lowlevel.ParkingLot()
 
 
 class Watches:
@@ -61,12 +60,10 @@ class Watches:
     async def wait(self, directory: int, count: int) -> None:
         """Return when the counter of a directory is not `count`. Raises OSError EAGAIN as `count` does."""
         watch = self._watch(directory)
-        watch.waiters += 1
         try:
             while watch.count == count:
-                await watch.changed.wait()
+                await watch.waiters.park()
         finally:
-            watch.waiters -= 1
             watch.asked_at = time.monotonic()
 
     def changed(
@@ -84,8 +81,8 @@ class Watches:
             watch = self._watched.get(ino)
             if watch is not None:
                 watch.count = self._next_count()
-                watch.changed.set()
-                watch.changed = trio.Event()
+                if watch.waiters:
+                    watch.waiters.unpark_all()
         now = time.monotonic()
         if now >= self._sweep_at:
             self._sweep(now)

@@ -113,10 +113,9 @@ class Agent:
         Raises OSError if etcd cannot be asked.
         """
         await self._cluster.replica.barrier()
-        found = self._cluster.groups.get(group)
-        if found is None or node not in found[0].members:
+        config, revision = self._cluster.groups.get(group)
+        if node not in config.members:
             return True
-        config, revision = found
         if (
             node == self.node
             or self.node not in config.in_sync
@@ -134,7 +133,7 @@ class Agent:
         while True:
             alone = 0
             changes = {}
-            for group, (config, revision) in self._cluster.groups.all().items():
+            for group, (config, revision) in self._cluster.groups.configs.items():
                 if self.node not in config.members:
                     continue
                 others = set(config.in_sync) - {self.node}
@@ -149,7 +148,7 @@ class Agent:
 
     async def _lead(self) -> bool:
         """Take the next step in each group that this node leads. Return whether there was any."""
-        live, known = set(self._cluster.members.nodes), self._cluster.groups.all()
+        live, known = set(self._cluster.members.nodes), self._cluster.groups.configs
         filling = Counter(node for config, _ in known.values() for node in config.joining)
         joinable = {
             node for node in live if filling[node] < _JOINING_AT_ONCE and self._is_welcome(node)
@@ -187,7 +186,7 @@ class Agent:
             return False
         lost: dict[tuple[int, ...], list[int]] = {}
         is_removed = self._cluster.members.is_removed
-        for group, (config, _) in self._cluster.groups.all().items():
+        for group, (config, _) in self._cluster.groups.configs.items():
             if all(map(is_removed, config.in_sync)) and self._live_target(group):
                 if self._catalog.has_names(group):
                     self._waits_for_names = True
@@ -200,7 +199,7 @@ class Agent:
     async def _empty(self, groups: list[int], gone: tuple[int, ...]) -> None:
         """Empty these groups in two steps: a publish that the dead members acknowledged may still be under
         way. The first step makes it fail, so that no more is named afterwards."""
-        known = self._cluster.groups.all()
+        known = self._cluster.groups.configs
         fenced = {group: refenced(known[group][0]) for group in groups if group in known}
         changes = {group: (known[group][1], config) for group, config in fenced.items()}
         guards = removed_for_good(gone)
@@ -208,9 +207,10 @@ class Agent:
             await self._cluster.change(changes, guards)
             changes = {}
             for group, config in fenced.items():
-                found, target = self._cluster.groups.get(group), self._live_target(group)
-                if found and found[0] == config and target and not self._catalog.has_names(group):
-                    changes[group] = found[1], emptied(config, *target)
+                present, revision = self._cluster.groups.get(group)
+                target = self._live_target(group)
+                if present == config and target and not self._catalog.has_names(group):
+                    changes[group] = revision, emptied(config, *target)
             await self._cluster.change(changes, guards)
         except Conflict as conflict:
             log.info("groups of removed nodes stay as they are: %s", conflict)
@@ -237,15 +237,13 @@ class Agent:
     # --- whom to give work
 
     def _group_changed(self, group: int) -> None:
-        found = self._cluster.groups.get(group)
-        before, config = self._before.pop(group, None), found[0] if found is not None else None
+        config, _ = self._cluster.groups.get(group)
+        before, self._before[group] = self._before.get(group, config), config
         self._handover.group_changed(group, before, config)
-        if config is not None:
-            self._before[group] = config
-            gone = set(before.members if before is not None else ()) - set(config.members)
-            for node in gone & self._cluster.members.nodes.keys() - {self.node}:
-                if node in self._target(group):
-                    self._shun(node, f"was taken out of group {group:#x} while it lived")
+        gone = set(before.members) - set(config.members) if config.members else set()
+        for node in gone & self._cluster.members.nodes.keys() - {self.node}:
+            if node in self._target(group):
+                self._shun(node, f"was taken out of group {group:#x} while it lived")
         self._wake.set()
 
     def _node_changed(self, node: int) -> None:

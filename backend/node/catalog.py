@@ -100,7 +100,7 @@ class Catalog:
         self.freed_extents = 0
         self._leases: dict[int, int] = {}  # of a mount -> its session
         self._by_ino: dict[int, Named] = {}
-        self._named = NamedContents(buckets)
+        self._named = NamedContents()
         self._pins: dict[int, set[int]] = {}  # content -> leases
         self._unnamed: dict[int, set[int]] = {}  # content -> stripes that are here
         # Contents found without a name whose loss of it was not seen here.
@@ -141,7 +141,7 @@ class Catalog:
         """Return the named extents of a group, here or not, with their sizes in bytes."""
         for content in self._named.by_group.get(group, ()):
             named = self._named[content]
-            for stripe in named.stripes_in(group, self._buckets):
+            for stripe in named.stripes_in(group):
                 yield Extent(content, stripe), named.length(stripe)
 
     def has_names(self, group: int) -> bool:
@@ -158,11 +158,7 @@ class Catalog:
 
     def is_missing(self, extent: Extent) -> bool:
         """Return whether an extent is named, in a group of this node, and not here."""
-        named = self._named.get(extent.content)
-        if named is None or extent in self.files:
-            return False
-        group = named.group(extent.stripe, self._buckets)
-        return extent.stripe < named.stripes and self.is_member(group)
+        return extent not in self.files and self.is_member(self.home_of(extent))
 
     def check_of(self, extent: Extent) -> Check | None:
         """Return the digests to check an extent by, None if none are known."""
@@ -175,8 +171,7 @@ class Catalog:
             return None
         part = digests.part_of(extent.stripe)
         run = digests.stripes_of(part)
-        groups = tuple(named.group(stripe, self._buckets) for stripe in run)
-        return Check(digests, part, run, groups)
+        return Check(digests, part, run, tuple(map(named.group, run)))
 
     def allocated(self, extent: Extent, length: int) -> int:
         """Return how many bytes of a named extent of this length lie outside holes, at most; the length if
@@ -191,14 +186,13 @@ class Catalog:
         named = self._named.get(content)
         return named.ino if named is not None else 0
 
-    def home_of(self, extent: Extent) -> int | None:
-        """Return the group of a named extent."""
+    def home_of(self, extent: Extent) -> int:
+        """Return the group of an extent, 0 (which is none) if it is not named."""
         named = self._named.get(extent.content)
-        return named.group(extent.stripe, self._buckets) if named is not None else None
+        return named.group(extent.stripe) if named is not None else 0
 
     def is_member(self, group: int) -> bool:
-        found = self._groups.get(group)
-        return found is not None and self.files.node in found[0].members
+        return self.files.node in self._groups.get(group)[0].members
 
     def may_store(self, content: int) -> bool:
         """Return whether an extent of this content may still be needed: its session is open, or it is
@@ -248,7 +242,7 @@ class Catalog:
                 self._faults.add(key, str(error), value)
                 return ()
             if inode.extent and inode.layout.replicas:
-                named = Named.by(inode)
+                named = Named.by(inode, self._buckets)
         before = self._by_ino.get(number)
         if before is not None and named is not None and before.content == named.content:
             return ()
@@ -281,7 +275,7 @@ class Catalog:
         for stripe in list(quarantine.stripes.get(content, ())):
             extent = Extent(content, stripe)
             named = self._named_as(extent, quarantine.size(extent))
-            group = named.group(stripe, self._buckets)
+            group = named.group(stripe)
             is_right = quarantine.size(extent) == named.length(stripe)
             if extent in self.files or not is_right or not self.is_member(group):
                 continue
@@ -438,7 +432,7 @@ class Catalog:
         """Return the record that counts for an extent, which has so many bytes here."""
 
         def fits(named: Named) -> bool:
-            is_mine = self.is_member(named.group(extent.stripe, self._buckets))
+            is_mine = self.is_member(named.group(extent.stripe))
             return is_mine and named.length(extent.stripe) == size
 
         return self._named.fitting(extent.content, fits)
@@ -461,7 +455,7 @@ class Catalog:
             self.files.set_aside(extent)
             return
         self.files.mark_named(extent)
-        group = named.group(extent.stripe, self._buckets)
+        group = named.group(extent.stripe)
         if not self.is_member(group):
             self._leave(group, seen=False)
 

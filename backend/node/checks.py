@@ -11,7 +11,7 @@ import logging
 import math
 import time
 from collections import OrderedDict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import closing
 from enum import Enum, auto
 
@@ -75,11 +75,18 @@ class Checks:
                     self._told.popitem(last=False)
         return found
 
-    async def digest_of(self, node: int, extent: Extent) -> bytes:
-        """Return the digest of a node's copy, as `tell` does. Raises OSError: ENOENT if it has none."""
-        if node == self._files.node:
-            return await self.tell(extent)
-        return await self.device(node).digest(extent)
+    async def digest_of(self, node: int, extent: Extent) -> bytes | None:
+        """Return the digest of a node's copy, as `tell` does; b"" if it has none, None if it does not
+        say."""
+        try:
+            if node == self._files.node:
+                return await self.tell(extent)
+            return await self.device(node).digest(extent)
+        except FileNotFoundError:
+            return b""
+        except OSError as error:
+            log.info("extent %x.%x of node %x: %s", *extent, node, error)
+            return None
 
     async def doubt(self, node: int, extent: Extent) -> None:
         """Tell another node that its copy seems to be wrong, so that the node checks it."""
@@ -129,30 +136,22 @@ class Checks:
         """Ask members of an extent's group for its digest, until `found` has `enough` of them (0: ask all).
         Return whether every node that was asked has answered."""
         answered = True
-        for node in self._holders(group):
-            try:
-                digest = await self.digest_of(node, extent)
-            except FileNotFoundError:
-                continue
-            except OSError as error:
-                log.info("extent %x.%x of node %x: %s", *extent, node, error)
+        config, _ = self._groups.get(group)
+        for node in filter(self.members.nodes.__contains__, config.in_sync):
+            digest = await self.digest_of(node, extent)
+            if digest is None:
                 answered = False
-                continue
-            found[digest] = None
-            if len(found) == enough:
-                break
+            elif digest:
+                found[digest] = None
+                if len(found) == enough:
+                    break
         return answered
-
-    def _holders(self, group: int) -> Iterator[int]:
-        found = self._groups.get(group)
-        if found is not None:
-            yield from (node for node in found[0].in_sync if node in self.members.nodes)
 
     def _all_live(self, check: Check) -> bool:
         """Return whether every node that may have a right copy could be asked."""
         live = self.members.nodes.keys()
-        configs = (self._groups.get(group) for group in check.groups)
-        return all(found and live >= set(found[0].in_sync) for found in configs)
+        holders = [set(self._groups.get(group)[0].in_sync) for group in check.groups]
+        return all(holders) and all(live >= nodes for nodes in holders)
 
 
 class WrongExtents(dict[Extent, bool]):

@@ -15,13 +15,12 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-import msgspec
 import trio
 
 from ..._version import __version__
 from ..cluster.config import ClusterConfig
 from ..cluster.group_configs import Groups
-from ..cluster.lease import NODE, Session
+from ..cluster.lease import Session
 from ..cluster.membership import Certificates, Members, read_settings
 from ..cluster.replica import Replica
 from ..etcd.client import Client
@@ -222,20 +221,9 @@ class _Node:
         self._renewal = turn.renewal = Renewal([*own, *of_etcd])
 
         # The state of the cluster.
-        address = NodeAddress(
-            address="",
-            control_port=0,
-            data_port=0,
-            transports=["tcp"],
-            host=section.host,
-            store=os.path.realpath(files.directory),
-            total_bytes=0,
-            free_bytes=0,
-            version=__version__,
-            name=credentials.identity.name if credentials is not None else "",
-        )
+        self._name = credentials.identity.name if credentials is not None else ""
         engine.try_within(settings.lease_ttl_s)
-        session = Session(engine, NODE, address, settings.lease_ttl_s, node=node)
+        session = Session(engine, None, settings.lease_ttl_s, node=node)
         faults = history.faults
         members, groups = Members(session, faults), Groups(faults)
         certificates = Certificates(credentials, faults)
@@ -258,7 +246,7 @@ class _Node:
         caller = Caller(
             f"{node:x}",
             "node",
-            members.address,
+            members.nodes.get,
             codec_for(movers),
             nursery,
             credentials=credentials,
@@ -314,7 +302,10 @@ class _Node:
 
     async def _serve(self, ready: Callable[[str], None]) -> None:
         nursery, listener, where = self._nursery, self._listener, self._where
-        await self._register()
+        node, session = self._config.node, self._cluster.session
+        await self._files.identity.register(self._cluster.engine, node.weight, node.labels)
+        await session.update(self._address())
+        await nursery.start(partial(session.run, verify=self._resync.look_over))
         for task in (
             self._resync.run,
             self._agent.run,
@@ -343,31 +334,27 @@ class _Node:
             return peer.node not in members.nodes
         return role in ("mount", "reader") and peer.session not in members.sessions
 
-    # -- beginning -------------------------------------------------------------------------------
-
-    async def _register(self) -> None:
-        node, ports = self._config.node, self._listener.ports
-        await self._files.identity.register(self._cluster.engine, node.weight, node.labels)
-        record = msgspec.structs.replace(
-            self._with_space(),
-            address=self._where.advertised,
-            control_port=self._listener.control_port,
-            data_port=ports["tcp"],
-            transports=sorted(ports),
+    def _address(self) -> NodeAddress:
+        """Return the record of this node, with the room that it has now."""
+        listener, space = self._listener, self._files.space()
+        return NodeAddress(
+            self._where.advertised,
+            listener.control_port,
+            listener.ports["tcp"],
+            sorted(listener.ports),
+            self._config.node.host,
+            os.path.realpath(self._files.directory),
+            space.total,
+            space.free,
+            __version__,
+            self._name,
         )
-        await self._cluster.session.update(record)
-        await self._nursery.start(partial(self._cluster.session.run, verify=self._resync.look_over))
-
-    def _with_space(self) -> NodeAddress:
-        record, space = self._cluster.session.record, self._files.space()
-        assert isinstance(record, NodeAddress)
-        return msgspec.structs.replace(record, total_bytes=space.total, free_bytes=space.free)
 
     async def _tell_space(self) -> None:
-        now = self._with_space()
+        now = self._address()
         while True:
             await trio.sleep(_SPACE_PERIOD_S)
-            before, now, record = now, self._with_space(), self._cluster.session.record
+            before, now, record = now, self._address(), self._cluster.session.record
             assert isinstance(record, NodeAddress)
             ignored = _SPACE_SHARE * now.total_bytes
             if now == before:
@@ -427,7 +414,7 @@ class _Node:
         """Return the number of groups that this node is a member of, by its role in them."""
         node = self._files.node
         states: Counter[str] = Counter()
-        for config, _ in self._cluster.groups.all().values():
+        for config, _ in self._cluster.groups.configs.values():
             if node in config.joining:
                 states["joining"] += 1
             elif node in config.in_sync:

@@ -30,7 +30,7 @@ class Feed:
         self._kept_bytes = kept_bytes
         self._changes: deque[Change] = deque()
         self._bytes = 0
-        self._changed = trio.Event()
+        self._waiting = trio.lowlevel.ParkingLot()
         # The last question and its answer: readers that are up to date ask the same one.
         self._last: tuple[tuple[bytes, bytes, int], bytes] | None = None
         self.before = self.revision = 0
@@ -61,14 +61,13 @@ class Feed:
 
     def _tell(self) -> None:
         self._last = None
-        self._changed.set()
-        self._changed = trio.Event()
+        self._waiting.unpark_all()
 
     async def wait(self, revision: int) -> None:
         """Return when all changes up to a revision have come."""
         self._asked_until = time.monotonic() + _ASKED_S
         while self.revision < revision:
-            await self._changed.wait()
+            await self._waiting.park()
 
     async def after(self, key: bytes, range_end: bytes, revision: int) -> bytes:
         """Wait for changes of these keys after a revision, and return the first ones as etcd's answer to a
@@ -80,7 +79,7 @@ class Feed:
                 self._last = question, self._encoded(*question)
             if self._last[1]:
                 return self._last[1]
-            await self._changed.wait()
+            await self._waiting.park()
         return b""
 
     def _encoded(self, key: bytes, range_end: bytes, revision: int) -> bytes:

@@ -18,6 +18,7 @@ import trio
 
 from ..model.records import GroupConfig
 from ..transport import Extent
+from ..unwrap import for_each
 from .catalog import Catalog
 from .checks import Checks, Verdict
 
@@ -37,7 +38,6 @@ class Handover:
     """The handover in the groups that this node leads. `doubt` makes it check a copy of its own."""
 
     def __init__(self, catalog: Catalog, checks: Checks, doubt: Callable[[Extent], None]) -> None:
-        self._node = catalog.files.node
         self._catalog = catalog
         self._checks = checks
         self._doubt = doubt
@@ -47,17 +47,14 @@ class Handover:
         self._told: set[int] = set()
         self._wake = trio.Event()
 
-    def group_changed(
-        self, group: int, before: GroupConfig | None, config: GroupConfig | None
-    ) -> None:
+    def group_changed(self, group: int, before: GroupConfig, config: GroupConfig) -> None:
         """Note a group's new configuration, and the one before; call it for each one."""
         self._sound.pop(group, None)
         self._asked.pop(group, None)
         self._told.discard(group)
-        if config is None:
+        if not config.members:
             self._filled.pop(group, None)
-            return
-        for node in set(before.joining if before is not None else ()) & set(config.in_sync):
+        for node in set(before.joining) & set(config.in_sync):
             self._filled.setdefault(group, {})[node] = time.monotonic()
 
     def may_step(self, group: int, config: GroupConfig, step: GroupConfig, live: set[int]) -> bool:
@@ -91,17 +88,14 @@ class Handover:
 
     async def _is_sound(self, group: int, config: GroupConfig, step: GroupConfig) -> bool:
         leaving = [node for node in config.in_sync if node not in step.in_sync]
-        limit = trio.CapacityLimiter(_EXTENTS_AT_ONCE)
         bad: list[Extent] = []
 
         async def look_at(extent: Extent) -> None:
-            async with limit:
-                if not await self._is_kept(extent, step.in_sync, leaving):
-                    bad.append(extent)
+            if not await self._is_kept(extent, step.in_sync, leaving):
+                bad.append(extent)
 
-        async with trio.open_nursery() as nursery:
-            for extent, _ in list(self._catalog.extents_of(group)):
-                nursery.start_soon(look_at, extent)
+        extents = [extent for extent, _ in self._catalog.extents_of(group)]
+        await for_each(extents, look_at, at_once=_EXTENTS_AT_ONCE)
         if bad and group not in self._told:
             self._told.add(group)
             log.warning(
@@ -119,12 +113,13 @@ class Handover:
         one."""
         found: dict[int, _Copy] = {}
         for node in itertools.chain(staying, leaving):
-            copy = await self._look(extent, node)
-            if copy is None:
+            digest = await self._checks.digest_of(node, extent)
+            if digest is None:
                 return False
-            if copy.verdict is Verdict.RIGHT and node in staying:
+            verdict = await self._checks.verdict(extent, digest) if digest else Verdict.WRONG
+            if verdict is Verdict.RIGHT and node in staying:
                 return True
-            found[node] = copy
+            found[node] = _Copy(verdict, digest)
         wrong = [node for node in staying if found[node].verdict is Verdict.WRONG]
         kept = {found[node].digest for node in staying}
         for node in leaving:
@@ -137,19 +132,8 @@ class Handover:
                 return self._catalog.check_of(extent) is None
         return True
 
-    async def _look(self, extent: Extent, node: int) -> _Copy | None:
-        """Return a node's copy, None if the node could not be asked."""
-        try:
-            digest = await self._checks.digest_of(node, extent)
-        except FileNotFoundError:
-            return _Copy(Verdict.WRONG, b"")
-        except OSError as error:
-            log.info("extent %x.%x of node %x: %s", *extent, node, error)
-            return None
-        return _Copy(await self._checks.verdict(extent, digest), digest)
-
     async def _tell(self, extent: Extent, node: int) -> None:
-        if node == self._node:
+        if node == self._catalog.files.node:
             self._doubt(extent)
         else:
             await self._checks.doubt(node, extent)

@@ -15,7 +15,7 @@ import trio
 
 from ..etcd.admin import remedy
 from ..etcd.engine import EtcdEngine
-from ..kv import Conflict, Put
+from ..kv import Put
 from ..model.placement import policy_of, replicas_of, retargeted
 from ..model.policy import POLICIES_MAX, REPLICAS_MAX, Candidate
 from ..model.records import GROUP_BUCKET_BITS, encode, targets_key
@@ -57,7 +57,7 @@ class Housekeeping:
     async def retarget(self) -> bool:
         """Make the targets anew of each pool for which the candidate nodes or the placement rule have
         changed. Return whether there was any such pool. Raises OSError."""
-        if not self.acts() or self._cluster.members.settings is None:
+        if not self.acts():
             return False
         changed = False
         for pool in sorted(self._cluster.groups.pools()):
@@ -78,7 +78,7 @@ class Housekeeping:
             return False
         where = {
             group: config.members
-            for group, (config, _) in self._cluster.groups.all().items()
+            for group, (config, _) in self._cluster.groups.configs.items()
             if group >> GROUP_BUCKET_BITS == pool
         }
         try:
@@ -101,30 +101,24 @@ class Housekeeping:
             self._fitting[pool] = candidates, rule, revision
             return False
         put = Put(targets_key(pool), encode(targets))
-        try:
-            newest = await self._cluster.engine.transact([(put.key, revision)], [put])
-        except Conflict:
-            await self._cluster.replica.barrier()
-            return True
-        log.info("the groups of pool %#x are to be on %d nodes", pool, len(targets.nodes))
-        await self._cluster.replica.wait_applied(newest)
+        if await self._cluster.replica.attempt([(put.key, revision)], [put]):
+            log.info("the groups of pool %#x are to be on %d nodes", pool, len(targets.nodes))
         return True
 
     # --- groups
 
     async def make_groups(self) -> bool:
         """Create the groups of the pools that mounts want. Return whether there were any to create."""
-        settings = self._cluster.members.settings
-        if settings is None or not self.acts():
+        if not self.acts():
             return False
-        made = False
-        for pool in sorted(self._cluster.groups.wanted):
-            if not self._is_sensible(pool) or not self._cluster.groups.missing(pool, settings):
+        made, cluster, groups = False, self._cluster, self._cluster.groups
+        for pool in sorted(groups.wanted):
+            if not self._is_sensible(pool):
+                continue
+            if not groups.missing(pool, cluster.members.settings.buckets):
                 continue
             try:
-                await self._cluster.groups.ensure(
-                    self._cluster.engine, pool, settings, self._cluster.members.placement().target
-                )
+                await groups.ensure(cluster.replica, pool, cluster.members.placement())
                 made = True
             except OSError as error:
                 if error.errno != errno.EHOSTUNREACH:

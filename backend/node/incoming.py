@@ -158,7 +158,9 @@ class IncomingFiles:
         self._reserved[name] = allocated
         try:
             if allocated < length:
-                self._check_room(allocated)
+                status = os.fstatvfs(fd)
+                if allocated > status.f_bavail * status.f_frsize:
+                    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), self._path)
                 os.ftruncate(fd, length)
             elif length:
                 os.posix_fallocate(fd, 0, length)
@@ -169,12 +171,6 @@ class IncomingFiles:
         # A file with holes has no room for the bytes of another extent.
         is_reusable = self._may_reuse and allocated == length and length >= SPARE_BYTES_MIN
         return Incoming(self, fd, StoredFile(name, length, is_own=True, is_reusable=is_reusable))
-
-    def _check_room(self, allocated: int) -> None:
-        """Raise OSError ENOSPC if fewer bytes are free."""
-        status = os.fstatvfs(self._fd)
-        if allocated > status.f_bavail * status.f_frsize:
-            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), self._path)
 
     def open_shared(self, name: str, *, is_own: bool) -> Incoming:
         """Open another name of an extent's file, `is_own` if no application made it. Raises OSError."""

@@ -1,7 +1,6 @@
 """The contents that inodes name: which extents they have, and in which groups they are."""
 
 from collections.abc import Callable, Iterator
-from itertools import repeat
 from typing import NamedTuple, Self
 
 from ..model.placement import group_of
@@ -11,7 +10,8 @@ from ..namespace.numbers import subvolume_of
 
 
 class Named(NamedTuple):
-    """A content that an inode names. `buckets` of its methods is the cluster's setting."""
+    """A content that an inode names. `groups` are those of its first stripes; the later ones are in the
+    same groups, in turn."""
 
     ino: int
     content: int
@@ -20,45 +20,43 @@ class Named(NamedTuple):
     digests: bytes
     blocks: int
     stripes: int
+    groups: tuple[int, ...]
 
     @classmethod
-    def by(cls, inode: Inode) -> Self:
-        """Return the content that an inode names."""
+    def by(cls, inode: Inode, buckets: int) -> Self:
+        """Return the content that an inode names. `buckets` is the cluster's setting."""
         layout, size = inode.layout, inode.size
+        stripes = layout.stripes(size)
+        first = range(min(stripes, STRIPE_GROUPS_MAX))
+        groups = tuple([group_of(layout, stripe, buckets) for stripe in first])
         return cls(
-            inode.ino, inode.extent, size, layout, inode.digests, inode.blocks, layout.stripes(size)
+            inode.ino, inode.extent, size, layout, inode.digests, inode.blocks, stripes, groups
         )
 
     def length(self, stripe: int) -> int:
         """Return how many bytes a stripe should have, 0 if there is no such stripe."""
         return self.layout.span(self.size, stripe)[1] if stripe < self.stripes else 0
 
-    def group(self, stripe: int, buckets: int) -> int:
-        return group_of(self.layout, stripe, buckets)
+    def group(self, stripe: int) -> int:
+        """Return the group of a stripe, 0 (which is none) if there is no such stripe."""
+        return self.groups[stripe % STRIPE_GROUPS_MAX] if stripe < self.stripes else 0
 
-    def stripes_in(self, group: int, buckets: int) -> Iterator[int]:
-        stripes = self.stripes
-        for first in range(min(stripes, STRIPE_GROUPS_MAX)):
-            if self.group(first, buckets) == group:
-                yield from range(first, stripes, STRIPE_GROUPS_MAX)
-
-    def groups(self, buckets: int) -> set[int]:
-        """Return the groups of the content."""
-        stripes = range(min(self.stripes, STRIPE_GROUPS_MAX))
-        return set(map(group_of, repeat(self.layout), stripes, repeat(buckets)))
+    def stripes_in(self, group: int) -> Iterator[int]:
+        for first, one in enumerate(self.groups):
+            if one == group:
+                yield from range(first, self.stripes, STRIPE_GROUPS_MAX)
 
 
 class NamedContents(dict[int, Named]):
-    """By content, what an inode names. `buckets` is the cluster's setting.
+    """By content, what an inode names.
 
     Of several inodes that name one content the first counts. A mount may name what is another's: so one
     outside of subvolumes counts before those inside, which may be of a mount that is kept there, and of
     these one that fits the extents here (`fitting`). `also` are those that do not count, by content.
     """
 
-    def __init__(self, buckets: int) -> None:
+    def __init__(self) -> None:
         super().__init__()
-        self._buckets = buckets
         self.also: dict[int, list[Named]] = {}
         self.by_group: dict[int, set[int]] = {}  # group -> contents
 
@@ -106,12 +104,12 @@ class NamedContents(dict[int, Named]):
 
     def _put(self, named: Named) -> None:
         self[named.content] = named
-        for group in named.groups(self._buckets):
+        for group in named.groups:
             self.by_group.setdefault(group, set()).add(named.content)
 
     def _drop(self, named: Named) -> None:
         del self[named.content]
-        for group in named.groups(self._buckets):
+        for group in {*named.groups}:
             contents = self.by_group[group]
             contents.discard(named.content)
             if not contents:

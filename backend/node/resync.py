@@ -44,6 +44,15 @@ class ResyncFigures:
     damaged_groups: int = gauge("Groups that lack something while this node alone is in sync")
 
 
+class _Filling:
+    """A group that is being filled: what has to be copied, and what no member has."""
+
+    def __init__(self) -> None:
+        self.news = trio.Event()
+        self.left: dict[Extent, int] = {}
+        self.lost: set[Extent] = set()
+
+
 class Resync:
     """Fills the groups that this node is joining, and those that lack extents. `damaged` are the groups
     that lack something and of which this node alone is in sync."""
@@ -63,31 +72,29 @@ class Resync:
         self._slots = trio.CapacityLimiter(GROUPS_AT_ONCE)
         self._touched: set[int] = set()
         self._wake = trio.Event()
-        self._lost: dict[int, set[Extent]] = {}  # by group that is being filled
         self._lost_count = 0
-        self._news: dict[int, trio.Event] = {}  # by group that is being filled
-        self._left: dict[int, dict[Extent, int]] = {}
+        self._filling: dict[int, _Filling] = {}  # by group
         cluster.groups.group_changed.append(self._group_changed)
         cluster.members.node_changed.append(self._node_changed)
 
     async def run(self) -> None:
-        self._touched.update(self._cluster.groups.all())
+        self._touched.update(self._cluster.groups.configs)
         async with trio.open_nursery() as nursery:
             nursery.start_soon(self._drop_reported)
             while True:
                 self._wake = trio.Event()
-                for group in self._touched - self._news.keys():
-                    if self._due(group) is not None:
-                        self._news[group] = trio.Event()
-                        nursery.start_soon(self._fill, group)
+                for group in self._touched - self._filling.keys():
+                    if self._is_due(group):
+                        filling = self._filling[group] = _Filling()
+                        nursery.start_soon(self._fill, group, filling)
                 self._touched.clear()
                 await self._wake.wait()
 
     def figures(self) -> ResyncFigures:
         return ResyncFigures(
             resync_bytes=self._copier.copied_bytes,
-            resync_groups_left=len(self._news),
-            resync_bytes_left=sum(sum(left.values()) for left in self._left.values()),
+            resync_groups_left=len(self._filling),
+            resync_bytes_left=sum(sum(one.left.values()) for one in self._filling.values()),
             resync_bytes_per_s=round(self._copier.bytes_per_s()),
             lost_extents=self._lost_count,
             damaged_groups=len(self.damaged),
@@ -128,7 +135,7 @@ class Resync:
         await self._cluster.replica.barrier()
         changes = {}
         lost: dict[int, int] = {}
-        for group, (config, revision) in list(self._cluster.groups.all().items()):
+        for group, (config, revision) in list(self._cluster.groups.configs.items()):
             if self.node not in config.members:
                 continue
             await trio.lowlevel.checkpoint()
@@ -177,32 +184,28 @@ class Resync:
     # -- filling ---------------------------------------------------------------------------------
 
     def _group_changed(self, group: int) -> None:
-        if (news := self._news.get(group)) is not None:
-            news.set()
+        if (filling := self._filling.get(group)) is not None:
+            filling.news.set()
         self._touched.add(group)
         self._wake.set()
 
     def _node_changed(self, node: int) -> None:
-        for news in self._news.values():
-            news.set()
+        for filling in self._filling.values():
+            filling.news.set()
 
-    def _due(self, group: int) -> tuple[GroupConfig, int] | None:
-        found = self._cluster.groups.get(group)
-        if found is not None and (
-            self.node in found[0].joining
-            or (group in self.damaged and self.node in found[0].in_sync)
-        ):
-            return found
-        return None
+    def _is_due(self, group: int) -> bool:
+        config, _ = self._cluster.groups.get(group)
+        is_damaged = group in self.damaged and self.node in config.in_sync
+        return is_damaged or self.node in config.joining
 
-    async def _fill(self, group: int) -> None:
+    async def _fill(self, group: int, filling: _Filling) -> None:
         pauses = Pauses(RETRY_FIRST_S, RETRY_MAX_S)
         try:
-            while not self._cluster.session.released and (found := self._due(group)) is not None:
-                news = self._news[group] = trio.Event()
+            while not self._cluster.session.released and self._is_due(group):
+                news = filling.news = trio.Event()
                 try:
                     async with self._slots:
-                        progressed = await self._advance(group, *found)
+                        progressed = await self._advance(group, filling)
                 except OSError as error:
                     log.warning("group %#x is not filled yet: %s", group, error)
                     progressed = False
@@ -213,20 +216,18 @@ class Resync:
                 with trio.move_on_after(pauses.take_s()):
                     await news.wait()
         finally:
-            del self._news[group]
-            self._left.pop(group, None)
-            self._lost.pop(group, None)
+            del self._filling[group]
 
-    async def _advance(self, group: int, config: GroupConfig, revision: int) -> bool:
+    async def _advance(self, group: int, filling: _Filling) -> bool:
         """Do one round. Return whether there was progress. Raises OSError if a member or etcd could not be
         asked."""
+        config, revision = self._cluster.groups.get(group)
         await self._cluster.session.wait_valid()
         await self._cluster.replica.wait_applied(revision)
         if self._cluster.groups.get(group) != (config, revision):
             return True
-        lost = self._lost.get(group, set())
-        left = {extent: size for extent, size in self._catalog.missing(group) if extent not in lost}
-        self._left[group] = left
+        missing, lost = self._catalog.missing(group), filling.lost
+        left = filling.left = {extent: size for extent, size in missing if extent not in lost}
         if not left:
             await self._finish(group, config, revision)
             return True
@@ -239,7 +240,7 @@ class Resync:
             await self._leave(group, config, revision)
             return False
         if denied:
-            await self._confirm_lost(group, config, denied)
+            await self._confirm_lost(group, config, denied, filling.lost)
         return len(left) < count or bool(denied)
 
     async def _finish(self, group: int, config: GroupConfig, revision: int) -> None:
@@ -261,14 +262,13 @@ class Resync:
             await self._cluster.change({group: (revision, without(config, self.node))})
 
     async def _confirm_lost(
-        self, group: int, config: GroupConfig, denied: Sequence[Extent]
+        self, group: int, config: GroupConfig, denied: Sequence[Extent], known: set[Extent]
     ) -> None:
         """Find out about extents that every member in sync denies. Either they were superseded, which the
         replica shows after a barrier, or they are nowhere: waiting for them would keep the group degraded
         for ever."""
         await self._cluster.replica.barrier()
-        found = self._cluster.groups.get(group)
-        if found is None or found[0] != config:
+        if self._cluster.groups.get(group)[0] != config:
             return
         lost = [extent for extent in denied if self._catalog.is_missing(extent)]
         if lost:
@@ -279,5 +279,5 @@ class Resync:
                 group,
                 lost[0].content,
             )
-            self._lost.setdefault(group, set()).update(lost)
+            known.update(lost)
             self._lost_count += len(lost)

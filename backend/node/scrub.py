@@ -248,14 +248,13 @@ class Scrub:
             self._save()
 
     async def _mend(self, extent: Extent) -> None:
-        group = self._catalog.home_of(extent)
-        known = self._cluster.groups.get(group) if group is not None else None
+        config, _ = self._cluster.groups.get(self._catalog.home_of(extent))
         size = self._files.size(extent)
-        if known is None or size is None:
+        if not config.members or size is None:
             self._wrong.pop(extent, None)
             return
         try:
-            done = await self._copier.mend(known[0], extent, size)
+            done = await self._copier.mend(config, extent, size)
         except OSError as error:
             log.warning("extent %x.%x is not mended yet: %s", *extent, error)
             done = None

@@ -62,8 +62,7 @@ class NodeService(Service[Incoming]):
         self._started = time.monotonic()
         self._closed = False
         self._receiving = 0
-        self._quiet = trio.Event()
-        self._quiet.set()
+        self._draining = trio.lowlevel.ParkingLot()
 
     # -- taking in -------------------------------------------------------------------------------
 
@@ -88,10 +87,9 @@ class NodeService(Service[Incoming]):
         self._check_serving()
         session = session_of(extent.content)
         await self._catch_up(max(target.config, session))
-        found = self._cluster.groups.get(target.group)
-        if found is None:
+        config, revision = self._cluster.groups.get(target.group)
+        if not revision:
             raise OSError(errno.EINVAL, f"there is no group {target.group:#x}")
-        config, revision = found
         if revision != target.config:
             raise Fenced(target.group)
         if self.node not in config.members:
@@ -210,8 +208,9 @@ class NodeService(Service[Incoming]):
         self._closed = True
 
     async def drained(self) -> None:
-        """Wait until nothing is being received."""
-        await self._quiet.wait()
+        """Wait until nothing is being received, after `close`."""
+        while self._receiving:
+            await self._draining.park()
 
     def _check_serving(self) -> None:
         if self._closed:
@@ -243,13 +242,11 @@ class NodeService(Service[Incoming]):
                 log.info("the store is full, and what can go is not known: %s", error)
 
     def _begin(self, incoming: Incoming) -> Incoming:
-        if not self._receiving:
-            self._quiet = trio.Event()
         self._receiving += 1
         incoming.closed = self._end
         return incoming
 
     def _end(self) -> None:
         self._receiving -= 1
-        if not self._receiving:
-            self._quiet.set()
+        if self._closed:
+            self._draining.unpark_all()

@@ -27,9 +27,4 @@ class ClusterState:
     ) -> bool:
         """Put configurations of groups, each if the group's is still that of the revision. Return whether
         all were put, once the outcome is known here. Raises OSError, and Conflict if a guard fails."""
-        newest, late = await self.groups.change(self.engine, changes, guards)
-        if late:
-            await self.replica.barrier()
-        else:
-            await self.replica.wait_applied(newest)
-        return not late
+        return not await self.groups.change(self.replica, changes, guards)

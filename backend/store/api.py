@@ -31,10 +31,9 @@ class Store(Protocol):
     # Publishing waits for a disk or for the network.
     waits: bool
     # Publishing sends the bytes to other hosts, to which they can be compared later (`is_same`). The file
-    # of a version must not be written then; on one host it is written in place.
+    # of a version must not be written then; on one host it is written in place. And files may not be on
+    # this host, so `read_into` reads them.
     sends: bool = False
-    # `read_into` reads files: they may not be on this host.
-    reads_into: bool = False
     # `publish_together` takes contents up to this size; 0: none.
     small_bytes: int = 0
     # The locks that other hosts see, too; None where there are no others.

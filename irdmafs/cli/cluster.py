@@ -138,7 +138,7 @@ async def read_state(config: ClusterConfig, engine: EtcdEngine) -> Cluster:
     from ..backend.cluster.overview import read_cluster
 
     found = await read_cluster(engine, config.node.rebalance_rate)
-    if found.members.settings is None:
+    if found.members.known_settings is None:
         raise no_such_cluster(config)
     return found
 

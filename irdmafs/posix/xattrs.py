@@ -168,7 +168,7 @@ class Xattrs(Part):
         if name in (USED_BYTES, USED_INODES):
             await self._coherence.freshen(found)
             return quotas.used(self._namespace, found.ino, name)
-        if name.startswith(READ_INTO) and found.is_file and self._store.reads_into:
+        if name.startswith(READ_INTO) and found.is_file and self._store.sends:
             try:
                 answer = await self._read_into(inode, name, ctx)
             except OSError as error:

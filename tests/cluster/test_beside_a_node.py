@@ -4,7 +4,6 @@ import contextlib
 import errno
 import os
 import re
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -17,12 +16,7 @@ from harness.processes import Process, TakeProcess
 from irdmafs.backend.files.extents import LENT_NS
 from irdmafs.client._files import open_privately, open_to_read
 
-
-@pytest.fixture(scope="module")
-def cluster() -> Iterator[Cluster]:
-    plan = Plan(nodes=1, mounts=1, replicas=1, beside={0: 0}, lease_ttl_s=LONG_LEASE_S)
-    with Cluster(plan) as made:
-        yield made
+PLAN = Plan(nodes=1, mounts=1, replicas=1, beside={0: 0}, lease_ttl_s=LONG_LEASE_S)
 
 
 @pytest.fixture

@@ -269,9 +269,8 @@ def test_only_memory_that_stays_is_taken(
     names = [f"{XATTR}.{fd}.{pipe}" for fd in bad]
     names += [f"{XATTR}.{good}.{plain}", f"{XATTR}.{good}", XATTR, f"{XATTR}.x.y", f"{XATTR}.-1.2"]
     for name in names:
-        with pytest.raises(OSError) as caught:
+        with fails_with(errno.EINVAL):
             os.getxattr(path, name)
-        assert caught.value.errno == errno.EINVAL, name
     with fails_with(errno.EBADF):
         os.getxattr(path, f"{XATTR}.{good}.999999")
     assert descriptors(other) == before
@@ -290,10 +289,7 @@ def test_only_memory_that_stays_is_taken(
 
 async def test_memory_that_is_lent_again_while_it_is_given_back_stays_open() -> None:
     """A closed descriptor's number may be another file's the next moment."""
-    memory = os.memfd_create("lent", os.MFD_ALLOW_SEALING)
-    os.posix_fallocate(memory, 0, MIB)
-    fcntl.fcntl(memory, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK)
-    forgotten: list[int] = []
+    memory, forgotten = memfd(), list[int]()
 
     async with trio.open_nursery() as nursery:
         lender = Lender(nursery, forgotten.append)

@@ -19,16 +19,9 @@ PLAN = Plan(nodes=3, mounts=2, replicas=2, buckets=64, beside={0: 0}, lease_ttl_
 
 
 @pytest.fixture
-def folder(cluster: Cluster, request: pytest.FixtureRequest) -> Path:
-    path = cluster.mounts[0].path / str(request.node.name)
-    path.mkdir()
-    return path
-
-
-@pytest.fixture
-def together(folder: Path) -> Path:
-    os.setxattr(folder, PLACEMENT, b"together")
-    return folder
+def together(here: Path) -> Path:
+    os.setxattr(here, PLACEMENT, b"together")
+    return here
 
 
 def groups_of(file: Path) -> list[dict[str, Any]]:
@@ -43,17 +36,15 @@ def made(file: Path, content: bytes = b"") -> Path:
 
 
 def test_files_of_one_name_have_the_same_groups_stripe_by_stripe(
-    cluster: Cluster, together: Path
+    together: Path, there: Path
 ) -> None:
     os.setxattr(together, "user.irdmafs.stripe_size", b"1M")
     content = bytes(3 * MIB)
     one, other = made(together / "a" / "0", content), made(together / "b" / "c" / "0", content)
     assert len(groups_of(one)) == 3
     assert groups_of(one) == groups_of(other)
-    elsewhere = (
-        cluster.mounts[1].path / other.parent.relative_to(cluster.mounts[0].path) / "d" / "0"
-    )
-    numbers = [row["group"] for row in groups_of(made(elsewhere, content))]
+    elsewhere = made(there / "b" / "c" / "d" / "0", content)
+    numbers = [row["group"] for row in groups_of(elsewhere)]
     assert numbers == [row["group"] for row in groups_of(one)]
     names = [str(n) for n in range(30)]
     assert len({groups_of(made(together / name))[0]["group"] for name in names}) > 10
@@ -92,16 +83,16 @@ def test_renamed_file_stays_where_it_was_created(together: Path) -> None:
     assert groups_of(together / "1") == before
 
 
-def test_local_and_together_exclude_each_other(folder: Path) -> None:
+def test_local_and_together_exclude_each_other(here: Path) -> None:
     with fails_with(errno.EINVAL):
-        os.setxattr(folder, PLACEMENT, b"local together")
+        os.setxattr(here, PLACEMENT, b"local together")
 
 
-def test_file_tells_the_nodes_that_keep_it_primary_first(cluster: Cluster, folder: Path) -> None:
+def test_file_tells_the_nodes_that_keep_it_primary_first(cluster: Cluster, here: Path) -> None:
     configs = cluster.groups()
     hosts = {node: address.host for node, address in cluster.live_nodes().items()}
     for n in range(10):
-        (row,) = groups_of(made(folder / str(n), b"content"))
+        (row,) = groups_of(made(here / str(n), b"content"))
         configs = configs if row["group"] in configs else cluster.groups()
         config = configs[row["group"]]
         assert [int(node["node"], 16) for node in row["nodes"]] == list(config.members)
@@ -113,27 +104,27 @@ def test_file_tells_the_nodes_that_keep_it_primary_first(cluster: Cluster, folde
             assert node["in_sync"] == (number in config.in_sync)
 
 
-def test_file_that_was_never_written_tells_it_too(folder: Path) -> None:
-    with open(folder / "file", "wb") as file:
-        before = groups_of(folder / "file")
+def test_file_that_was_never_written_tells_it_too(here: Path) -> None:
+    with open(here / "file", "wb") as file:
+        before = groups_of(here / "file")
         assert before[0]["nodes"]
         file.write(b"content")
-    assert groups_of(folder / "file") == before
+    assert groups_of(here / "file") == before
 
 
-def test_large_file_tells_sixteen_groups(folder: Path) -> None:
-    os.setxattr(folder, "user.irdmafs.stripe_size", b"1M")
-    with open(folder / "file", "wb") as file:
+def test_large_file_tells_sixteen_groups(here: Path) -> None:
+    os.setxattr(here, "user.irdmafs.stripe_size", b"1M")
+    with open(here / "file", "wb") as file:
         file.truncate(20 * MIB)
-    assert len(groups_of(folder / "file")) == 16
-    assert NODES not in os.listxattr(folder / "file")
+    assert len(groups_of(here / "file")) == 16
+    assert NODES not in os.listxattr(here / "file")
 
 
-def test_directories_do_not_have_it_and_nobody_sets_it(folder: Path) -> None:
+def test_directories_do_not_have_it_and_nobody_sets_it(here: Path) -> None:
     with fails_with(errno.ENODATA):
-        os.getxattr(folder, NODES)
+        os.getxattr(here, NODES)
     with fails_with(errno.EPERM):
-        os.setxattr(made(folder / "file"), NODES, b"[]")
+        os.setxattr(made(here / "file"), NODES, b"[]")
 
 
 @pytest.mark.parametrize(("size", "each"), [(0, 1), ((48 << 20) - 1, 1), (48 << 20, 2)])

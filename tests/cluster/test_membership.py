@@ -22,13 +22,14 @@ from harness.seeds import chosen_seed
 from harness.store_nodes import Cluster, Node, Watcher, Writer, cluster
 
 from irdmafs.backend.cluster.group_configs import Groups
-from irdmafs.backend.cluster.lease import MOUNT, NODE, Removed, Session, now_s
+from irdmafs.backend.cluster.lease import Removed, Session, now_s
 from irdmafs.backend.cluster.membership import Members, admit, followed_key, seen_key
 from irdmafs.backend.cluster.replica import Replica
 from irdmafs.backend.etcd.engine import EtcdEngine
 from irdmafs.backend.etcd.leases import EtcdLeases
 from irdmafs.backend.kv import Change, Compacted, Delete, KeyValue, Put
 from irdmafs.backend.model import records
+from irdmafs.backend.model.placement import Placement
 from irdmafs.backend.model.records import SETTINGS_KEY, NodeRecord, encode, key_of
 from irdmafs.backend.node.copier import Throttle
 from irdmafs.backend.node.files import Files
@@ -51,11 +52,8 @@ class Process:
 
     def __init__(self, engine: EtcdEngine, node: int = 0) -> None:
         self.engine = engine
-        self.session = (
-            Session(engine, NODE, address(node), TTL_S, node=node)
-            if node
-            else Session(engine, MOUNT, MOUNT_RECORD, TTL_S)
-        )
+        record = address(node) if node else MOUNT_RECORD
+        self.session = Session(engine, record, TTL_S, node=node)
         self.members = Members(self.session)
         self.groups = Groups()
         self.replica = Replica(engine, (self.members, self.groups))
@@ -116,7 +114,7 @@ async def test_session_of_a_process_that_was_stopped_goes_on(keys: EtcdKeys) -> 
 
 async def test_session_is_invalid_before_etcd_lets_its_key_go(keys: EtcdKeys) -> None:
     async with process(keys) as watcher, EtcdEngine(keys.endpoints, keys.prefix) as engine:
-        session = Session(engine, MOUNT, MOUNT_RECORD, TTL_S)
+        session = Session(engine, MOUNT_RECORD, TTL_S)
         async with trio.open_nursery() as nursery:
             await nursery.start(session.run)
             await watcher.replica.barrier()
@@ -128,17 +126,9 @@ async def test_session_is_invalid_before_etcd_lets_its_key_go(keys: EtcdKeys) ->
         assert not session.valid()
 
 
-async def _revoke(session: Session, mount: Process) -> None:
-    await mount.engine.leases.revoke(session.lease)
-
-
-async def _delete_key(session: Session, mount: Process) -> None:
-    await mount.engine.transact((), [Delete(session.key)])
-
-
-@pytest.mark.parametrize("lose", [_revoke, _delete_key])
+@pytest.mark.parametrize("has_lease", [False, True], ids=["revoked", "key deleted"])
 async def test_lost_session_is_followed_by_one_with_a_new_number(
-    keys: EtcdKeys, lose: Callable[[Session, Process], Awaitable[None]]
+    keys: EtcdKeys, has_lease: bool
 ) -> None:
     lost = trio.Event()
     async with process(keys) as mount, trio.open_nursery() as nursery:
@@ -147,7 +137,10 @@ async def test_lost_session_is_followed_by_one_with_a_new_number(
         mount.members.session_gone.append(gone.append)
         await nursery.start(partial(session.run, on_lost=lost.set))
         first = session.number
-        await lose(session, mount)
+        if has_lease:
+            await mount.engine.transact((), [Delete(session.key)])
+        else:
+            await mount.engine.leases.revoke(session.lease)
         await lost.wait()
         assert await session.wait_valid() > first
         await mount.replica.barrier()
@@ -199,17 +192,17 @@ async def test_node_looks_over_what_it_has_before_each_registration(keys: EtcdKe
 async def test_second_store_with_the_same_node_id_is_refused(keys: EtcdKeys) -> None:
     async with process(keys) as node, trio.open_nursery() as nursery:
         await admit(node.engine, 7, UP)
-        first = Session(node.engine, NODE, address(7), TTL_S, node=7)
+        first = Session(node.engine, address(7), TTL_S, node=7)
         await nursery.start(first.run)
-        copy = Session(node.engine, NODE, address(7, store="/copy"), TTL_S, node=7)
+        copy = Session(node.engine, address(7, store="/copy"), TTL_S, node=7)
         with pytest.raises(OSError, match="was the store directory copied"):
             await copy.run()
         # The same store again: its former process died without a word.
-        second = Session(node.engine, NODE, address(7), TTL_S, node=7)
+        second = Session(node.engine, address(7), TTL_S, node=7)
         await nursery.start(second.run)
         assert second.number > first.number
         await node.replica.wait_applied(second.number)
-        assert node.members.address(7) == address(7)
+        assert node.members.nodes.get(7) == address(7)
         nursery.cancel_scope.cancel()
 
 
@@ -227,13 +220,13 @@ class GoneOnceSeen(EtcdEngine):
 async def test_node_starts_while_the_lease_of_its_former_process_ends(keys: EtcdKeys) -> None:
     async with process(keys) as node, trio.open_nursery() as nursery:
         await admit(node.engine, 7, UP)
-        first = Session(node.engine, NODE, address(7), TTL_S, node=7)
+        first = Session(node.engine, address(7), TTL_S, node=7)
         async with trio.open_nursery() as killed:
             await killed.start(first.run)
             killed.cancel_scope.cancel()
         async with GoneOnceSeen(keys.endpoints, keys.prefix) as engine:
             engine.lease = first.lease
-            second = Session(engine, NODE, address(7), TTL_S, node=7)
+            second = Session(engine, address(7), TTL_S, node=7)
             await nursery.start(second.run)
             assert second.number > first.number
             found = await node.engine.get(second.key)
@@ -269,7 +262,7 @@ async def test_node_tells_of_its_space_within_its_session(keys: EtcdKeys) -> Non
 async def test_node_that_was_removed_does_not_come_back_by_itself(keys: EtcdKeys) -> None:
     async with process(keys) as node, trio.open_nursery() as nursery:
         engine = node.engine
-        session = Session(engine, NODE, address(7), TTL_S, node=7)
+        session = Session(engine, address(7), TTL_S, node=7)
         with pytest.raises(Removed, match=r"empty store directory, .* cluster admit 0{15}7$"):
             await session.run()
         assert await engine.get(session.key) is None
@@ -303,15 +296,15 @@ async def test_members_tell_which_nodes_live(keys: EtcdKeys) -> None:
         await watcher.replica.barrier()
         assert members.records == {7: NodeRecord("up", 1.0, {"zone": "a"})}
         assert list(members.dead_since) == [7]
-        assert members.address(7) is None
+        assert members.nodes.get(7) is None
         assert members.placement().candidates == ()
         assert members.candidates(60) == ()  # who is dead is kept, not brought in
         assert [c.node for c in members.candidates(60, {7})] == [7]
         assert members.elected() is None
-        session = Session(engine, NODE, address(7), TTL_S, node=7)
+        session = Session(engine, address(7), TTL_S, node=7)
         await nursery.start(session.run)
         await watcher.replica.barrier()
-        assert members.address(7) == address(7)
+        assert members.nodes.get(7) == address(7)
         assert not members.dead_since
         assert [c.node for c in members.placement().candidates] == [7]
         assert members.placement() is members.placement()
@@ -329,7 +322,7 @@ async def test_members_tell_which_nodes_live(keys: EtcdKeys) -> None:
 async def test_writer_waits_for_followers_until_they_saw_it_or_are_gone(keys: EtcdKeys) -> None:
     async with process(keys) as watcher, trio.open_nursery() as nursery:
         members, engine = watcher.members, watcher.engine
-        follower = Session(engine, MOUNT, MOUNT_RECORD, TTL_S)
+        follower = Session(engine, MOUNT_RECORD, TTL_S)
         await nursery.start(follower.run)
         lease = follower.lease
         revision = await engine.transact((), [Put(followed_key(12, lease), b"", lease)])
@@ -390,23 +383,34 @@ def test_members_find_out_what_happened_while_the_watch_was_broken() -> None:
     assert members.followers_of([1]) == set()
 
 
+class AllOn(Placement):
+    """Every group is on the same nodes."""
+
+    def __init__(self, nodes: tuple[int, ...]) -> None:
+        super().__init__((), SETTINGS.buckets)
+        self._nodes = nodes
+
+    def target(self, group: int) -> tuple[int, ...]:
+        return self._nodes
+
+
 async def test_groups_of_a_pool_are_created_once_by_whoever_is_first(keys: EtcdKeys) -> None:
     history: list[Change] = []
     async with process(keys) as first, process(keys) as second, trio.open_nursery() as nursery:
         start = first.replica.applied
 
         async def create(who: Process, nodes: tuple[int, ...]) -> None:
-            await who.groups.ensure(who.engine, 2, SETTINGS, lambda group: nodes)
-            assert set(who.groups.all()) == {2 << 16 | bucket for bucket in range(16)}
+            await who.groups.ensure(who.replica, 2, AllOn(nodes))
+            assert set(who.groups.configs) == {2 << 16 | bucket for bucket in range(16)}
 
         with pytest.raises(OSError, match="no store node"):
-            await first.groups.ensure(first.engine, 2, SETTINGS, lambda group: ())
+            await first.groups.ensure(first.replica, 2, first.members.placement())
         async with trio.open_nursery() as both:
             both.start_soon(create, first, (1, 2))
             both.start_soon(create, second, (3, 4))
-        assert first.groups.all() == second.groups.all()
+        assert first.groups.configs == second.groups.configs
         assert first.groups.pools() == {2}
-        assert {config.in_sync for config, _ in first.groups.all().values()} <= {(1, 2), (3, 4)}
+        assert {config.in_sync for config, _ in first.groups.configs.values()} <= {(1, 2), (3, 4)}
         await create(first, (5, 6))  # exists: nothing happens
         await first.replica.barrier()
         with trio.move_on_after(60):
@@ -420,26 +424,36 @@ async def test_groups_of_a_pool_are_created_once_by_whoever_is_first(keys: EtcdK
     assert len(told) == len(set(told)) == 16
 
 
+async def test_a_damaged_record_of_a_group_is_no_reason_to_wait_for_that_group(
+    keys: EtcdKeys,
+) -> None:
+    async with EtcdEngine(keys.endpoints, keys.prefix) as engine:
+        await engine.transact((), [Put(records.group_key(2 << 16 | 3), b"damaged")])
+    async with process(keys) as one:
+        with trio.fail_after(10):
+            await one.groups.ensure(one.replica, 2, AllOn((1, 2)))
+        assert len(one.groups.configs) == SETTINGS.buckets - 1
+
+
 async def test_groups_that_changed_meanwhile_are_left_alone(keys: EtcdKeys) -> None:
     async with process(keys) as one:
         groups, engine = one.groups, one.engine
-        await groups.ensure(engine, 2, SETTINGS, lambda group: (1, 2))
-        before = dict(groups.all())
+        await groups.ensure(one.replica, 2, AllOn((1, 2)))
+        before = dict(groups.configs)
         moved = random.sample(sorted(before), 3)
         for group in moved:
             await engine.transact(
                 (), [Put(records.group_key(group), encode(records.GroupConfig(2, (2,))))]
             )
-        newest, late = await groups.change(
-            engine,
+        late = await groups.change(
+            one.replica,
             {
                 group: (revision, records.GroupConfig(2, (1,)))
                 for group, (_, revision) in before.items()
             },
         )
         assert late == set(moved)
-        await one.replica.wait_applied(newest)
-        for group, (config, _) in groups.all().items():
+        for group, (config, _) in groups.configs.items():
             assert config == records.GroupConfig(2, (2,) if group in moved else (1,))
 
 
@@ -489,7 +503,7 @@ async def on_target(writer: Writer, watcher: Watcher) -> dict[int, int]:
         while True:
             await watcher.replica.barrier()
             await writer.replica.barrier()
-            configs = [(group, config) for group, (config, _) in writer.groups.all().items()]
+            configs = [(group, config) for group, (config, _) in writer.groups.configs.items()]
             targets, _ = writer.members.targets.get(2, (None, 0))
             if (
                 targets is not None
@@ -511,9 +525,7 @@ async def notice(made: Cluster, node: int) -> None:
 def assert_readable(made: Cluster, writer: Writer) -> None:
     """Every member in sync has every published content, whole."""
     for extent, data in writer.published.items():
-        found = writer.groups.get(writer.group_of[extent])
-        assert found is not None
-        for node in found[0].in_sync:
+        for node in writer.groups.get(writer.group_of[extent])[0].in_sync:
             files = made.running[node].files
             with descriptor(files.open(extent)) as fd:
                 assert os.pread(fd, len(data) + 1, 0) == data
@@ -567,7 +579,7 @@ async def test_loss_of_the_only_copy_is_told_and_service_goes_on(
 
 
 def groups_of(writer: Writer, node: int) -> set[int]:
-    return {group for group, (config, _) in writer.groups.all().items() if node in config.members}
+    return {group for group, (config, _) in writer.groups.configs.items() if node in config.members}
 
 
 async def test_ninth_node_gets_its_share_and_nothing_else_moves(keys: EtcdKeys) -> None:
@@ -687,15 +699,13 @@ async def test_live_member_is_evicted_only_by_one_in_sync_that_cannot_reach_it(
     async with watched(keys, 2) as (made, watcher, writer, _):
         await settled(writer, watcher, 2)
         here, there = made.running.values()
-        group = next(iter(writer.groups.all()))
+        group = next(iter(writer.groups.configs))
         assert not await there.agent.evict(group, here.id)  # it answers
         assert not await here.agent.evict(group, here.id)
         made.cut.add((here.id, there.id))
         assert await here.agent.evict(group, there.id)
         await writer.replica.barrier()
-        found = writer.groups.get(group)
-        assert found is not None
-        assert found[0].in_sync == (here.id,)
+        assert writer.groups.get(group)[0].in_sync == (here.id,)
         assert not await there.agent.evict(group, here.id)  # it is out itself
         assert await here.agent.evict(group, there.id)  # is so already
 
@@ -713,15 +723,15 @@ class GoneOnceGranted(EtcdLeases):
         return lease
 
 
-@pytest.mark.parametrize("kind", [MOUNT, NODE])
+@pytest.mark.parametrize("node", [0, 7], ids=["of a mount", "of a node"])
 async def test_a_lease_that_ends_before_it_is_registered_is_followed_by_another(
-    keys: EtcdKeys, kind: bytes
+    keys: EtcdKeys, node: int
 ) -> None:
-    record = MOUNT_RECORD if kind == MOUNT else address(7)
+    record = address(7) if node else MOUNT_RECORD
     async with EtcdEngine(keys.endpoints, keys.prefix) as engine, trio.open_nursery() as nursery:
         leases = engine.leases = GoneOnceGranted(engine.calls, 0)
         await admit(engine, 7, UP)
-        session = Session(engine, kind, record, TTL_S, node=7)
+        session = Session(engine, record, TTL_S, node=node)
         await nursery.start(session.run)
         assert session.valid()
         assert leases.granted == 2
@@ -816,7 +826,7 @@ async def test_nothing_breaks_the_invariants_of_replication(keys: EtcdKeys) -> N
 
         async def evict() -> None:
             node = random.choice(list(made.running.values()))
-            group = random.choice(list(writer.groups.all()))
+            group = random.choice(list(writer.groups.configs))
             await node.agent.evict(group, random.choice(list(made.stores)))
 
         async def lose_session() -> None:

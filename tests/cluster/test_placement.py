@@ -186,12 +186,7 @@ def test_zones_racks_and_hosts_are_used_one_after_the_other() -> None:
     def node(number: int, zone: str, rack: str, host: str) -> Candidate:
         return Candidate(number, 1.0, {"zone": zone, "rack": rack, "host": host})
 
-    nodes = [
-        node(1, "a", "1", "x"),
-        node(2, "a", "1", "x"),
-        node(3, "a", "1", "y"),
-        node(4, "a", "2", "z"),
-    ]
+    nodes = [node(number, *place) for number, place in enumerate(("a1x", "a1x", "a1y", "a2z"), 1)]
     for target in place_all(2, nodes):
         assert 4 in target  # the only one in another rack
     for target in place_all(2, nodes[:3]):

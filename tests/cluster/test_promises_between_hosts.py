@@ -9,7 +9,7 @@ import os
 import socket
 import subprocess
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -477,33 +477,21 @@ def reading(path: Path, expected: int) -> contextlib.AbstractContextManager[None
     return repeating(read, 0.005)
 
 
-@pytest.fixture(scope="module")
-def failing_cluster() -> Iterator[Cluster]:
+def test_a_killed_node_loses_nothing_and_service_goes_on() -> None:
     with Cluster(Plan(node_config={"rereplicate_after": 1})) as cluster:
-        yield cluster
-
-
-@pytest.fixture
-def failing(failing_cluster: Cluster) -> Iterator[Cluster]:
-    """A cluster whose nodes are killed or stopped. All work again after the test."""
-    yield failing_cluster
-    failing_cluster.mend()
-
-
-def test_a_killed_node_loses_nothing_and_service_goes_on(failing: Cluster) -> None:
-    one, other = (mount.path for mount in failing.mounts)
-    for i in range(20):
-        write(one / f"file{i}", pattern(i, 300_000))
-    victim = failing.nodes[0]
-    victim.kill9()
-    assert [read_version(other / f"file{i}") for i in range(20)] == list(range(20))
-    write(one / "after", pattern(99, MIB))
-    assert read_version(other / "after") == 99
-    failing.wait_healthy()
-    victim.start()
-    failing.wait_healthy()
-    failing.nodes[1].kill9()
-    assert [read_version(other / f"file{i}") for i in range(20)] == list(range(20))
+        one, other = (mount.path for mount in cluster.mounts)
+        for i in range(20):
+            write(one / f"file{i}", pattern(i, 300_000))
+        victim = cluster.nodes[0]
+        victim.kill9()
+        assert [read_version(other / f"file{i}") for i in range(20)] == list(range(20))
+        write(one / "after", pattern(99, MIB))
+        assert read_version(other / "after") == 99
+        cluster.wait_healthy()
+        victim.start()
+        cluster.wait_healthy()
+        cluster.nodes[1].kill9()
+        assert [read_version(other / f"file{i}") for i in range(20)] == list(range(20))
 
 
 def test_adding_and_draining_a_node_moves_its_share_while_reading_goes_on() -> None:

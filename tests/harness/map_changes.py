@@ -14,10 +14,7 @@ def change(
     records.begin(sum(len(value or b"") for _, value in changes), urgent=urgent)
     try:
         for key, value in changes:
-            if value is None:
-                records.delete(key)
-            else:
-                records.put(key, value)
+            records.put(key, value)
         if durable:
             records.commit()
     except OSError:

@@ -18,7 +18,7 @@ import trio
 from harness.closing import descriptor
 from harness.etcd_server import EtcdKeys
 from irdmafs.backend.cluster.group_configs import Groups
-from irdmafs.backend.cluster.lease import MOUNT, NODE, Session
+from irdmafs.backend.cluster.lease import Session
 from irdmafs.backend.cluster.membership import Members, admit
 from irdmafs.backend.cluster.replica import Replica
 from irdmafs.backend.etcd.engine import EtcdEngine
@@ -98,7 +98,7 @@ class Node:
             "127.0.0.1", 1, 2, ["tcp"], f"host{self.id:x}", files.directory, 1 << 30, 1 << 30, "0"
         )
         ttl_s = cluster.settings.lease_ttl_s
-        self.session = Session(engine, NODE, address, ttl_s, node=self.id)
+        self.session = Session(engine, address, ttl_s, node=self.id)
         self.members = Members(self.session)
         self.groups = Groups()
         wanted = partial(self.members.may_join, self.id)
@@ -227,16 +227,14 @@ class Writer:
         self.members = Members()
         self.replica = Replica(engine, (self.members, self.groups))
         record, ttl_s = records.MountRecord("worker", "/mnt", 1, "0"), nodes.settings.lease_ttl_s
-        self.session = Session(engine, MOUNT, record, ttl_s)
+        self.session = Session(engine, record, ttl_s)
         self.published: dict[Extent, bytes] = {}
         self.group_of: dict[Extent, int] = {}
 
     async def start(self, nursery: trio.Nursery) -> None:
         await self.replica.start(nursery)
         await nursery.start(self.session.run)
-        await self.groups.want(
-            self.engine, 2, self._nodes.settings, self.members.placement().target, 60.0
-        )
+        await self.groups.want(self.engine, 2, self.members.placement(), 60.0)
 
     async def publish(self, data: bytes) -> Extent:
         """As docs/replication.md says: on every member of the configuration that the commit compares."""
@@ -251,9 +249,7 @@ class Writer:
             content = await self.session.wait_valid() << 24 | self._number
             if extent.content != content:
                 extent, have = Extent(content, 0), set()
-            found = self.groups.get(group)
-            assert found is not None
-            config, revision = found
+            config, revision = self.groups.get(group)
             have = {node for node in have if before and has_still(before, config, node)}
             before = config
             if not self._send(extent, data, config, have):

@@ -209,9 +209,8 @@ async def test_publishes_of_one_file_at_once_are_all_versions_one_after_the_othe
 
         async def publish(namespace: Namespace, first: int) -> None:
             for extent in range(first, first + 10):
-                inode = await namespace.publish(
-                    NewVersion(file.ino, ContentId(extent), extent, 8, 1)
-                )
+                version = NewVersion(file.ino, ContentId(extent), extent, 8, 1)
+                inode = await namespace.publish(version)
                 assert inode.extent == extent
                 versions.append((inode.version, extent))
 

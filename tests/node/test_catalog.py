@@ -33,13 +33,10 @@ class World:
         self.files = files
         self.records: dict[bytes, tuple[bytes, int]] = {}
         self.revision = 100
-        self.groups = Groups()
         self.wanted = True
-        self.catalog = Catalog(files, self.groups, BUCKETS, lambda group: self.wanted)
+        self.restart()
         for bucket in range(BUCKETS):
             self.configure(2 << 16 | bucket, files.node, 7)
-        self.reload()
-        self.catalog.begin()
 
     def change(self, *changes: tuple[bytes, bytes | None]) -> int:
         """One transaction."""
@@ -64,10 +61,8 @@ class World:
             for key, (value, revision) in sorted(self.records.items())
         ]
         for consumer in (self.groups, self.catalog):
-            consumer.load(
-                [record for record in records if record.key.startswith(consumer.prefixes)],
-                self.revision,
-            )
+            mine = [record for record in records if record.key.startswith(consumer.prefixes)]
+            consumer.load(mine, self.revision)
 
     def scan_again(self) -> None:
         """The store's directory is closed, and opened as by another process."""
@@ -90,21 +85,7 @@ class World:
         self.change((key_of(b"m", lease), None))
 
     def configure(self, group: int, *in_sync: int) -> None:
-        self.revision += 1
-        self.records[records.group_key(group)] = (
-            records.encode(records.GroupConfig(1, in_sync)),
-            self.revision,
-        )
-        self.groups.apply(
-            self.revision,
-            [
-                Event(
-                    self.revision,
-                    records.group_key(group),
-                    self.records[records.group_key(group)][0],
-                )
-            ],
-        )
+        self.change((records.group_key(group), records.encode(records.GroupConfig(1, in_sync))))
 
     def name(self, ino: int, content: int, size: int, layout: Layout) -> None:
         self.change((key_of(b"i", ino), record(ino, content, size, layout)))
@@ -141,12 +122,8 @@ class World:
 
 def record(ino: int, content: int, size: int, layout: Layout) -> bytes:
     inode = Inode(ino, 0o100644, 0, 0, 0)
-    inode.extent, inode.size, inode.layout, inode.version = (
-        records.ContentId(content),
-        size,
-        layout,
-        1,
-    )
+    inode.extent, inode.size = records.ContentId(content), size
+    inode.layout, inode.version = layout, 1
     return inode.encode()
 
 

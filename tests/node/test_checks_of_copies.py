@@ -2,15 +2,13 @@
 
 import errno
 import os
-import shutil
 from collections.abc import Awaitable, Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
-import pytest
 import trio
 import trio.testing
-from harness.scratch import scratch_directory
+from test_store_node import files
 
 from irdmafs.backend.cluster.group_configs import Groups
 from irdmafs.backend.cluster.membership import Members
@@ -26,20 +24,14 @@ from irdmafs.backend.node.files import Files, Incoming
 from irdmafs.backend.node.handover import Handover
 from irdmafs.backend.transport import Extent
 
+__all__ = ["files"]
+
 CONTENT = 1000 << 24 | 1
 SIZE = 4 << 20
 BUCKETS = 16
 OTHER = 7
 LAYOUT = records.Layout(replicas=2, stripe_bytes=1)
 WRONG = digest_of_bytes(b"wrong")
-
-
-@pytest.fixture
-def files() -> Iterator[Files]:
-    directory = scratch_directory()
-    with Files(f"{directory}/store") as opened:
-        yield opened
-    shutil.rmtree(directory)
 
 
 @contextmanager
@@ -94,13 +86,8 @@ class Place:
         ]
         self.groups.load(configs, 1)
         inode = Inode(2, 0o100644, 0, 0, 0)
-        inode.extent, inode.size, inode.layout, inode.version = (
-            records.ContentId(CONTENT),
-            stripes,
-            LAYOUT,
-            1,
-        )
-        inode.digests = fold(self.digests)
+        inode.extent, inode.size = records.ContentId(CONTENT), stripes
+        inode.layout, inode.version, inode.digests = LAYOUT, 1, fold(self.digests)
         self.catalog.load([KeyValue(records.key_of(b"i", 2), inode.encode(), 1)], 1)
         for stripe, data in enumerate(self.right):
             self.other.digests[Extent(CONTENT, stripe)] = self.digests[stripe]

@@ -29,7 +29,7 @@ from harness.programs import hasty_node
 from harness.scratch import scratch_directory
 
 from irdmafs.backend.cluster.group_configs import Groups
-from irdmafs.backend.cluster.lease import MOUNT, Session
+from irdmafs.backend.cluster.lease import Session
 from irdmafs.backend.cluster.membership import Members
 from irdmafs.backend.cluster.replica import Replica
 from irdmafs.backend.etcd.engine import EtcdEngine
@@ -142,7 +142,7 @@ class Writer:
         self.session_key = make_session_key()
         digest = session_digest(self.session_key)
         record = records.MountRecord("test", "/mnt", os.getpid(), "0", key_digest=digest)
-        self.session = Session(engine, MOUNT, record, place.settings.lease_ttl_s)
+        self.session = Session(engine, record, place.settings.lease_ttl_s)
         self.members = Members(self.session)
         self.groups = Groups()
         tree = Tree()
@@ -171,9 +171,7 @@ class Writer:
     def target(self, layout: Layout) -> tuple[int, Target]:
         """The first node to send to, and what to tell it."""
         group = self.group(layout)
-        found = self.groups.get(group)
-        assert found is not None
-        config, revision = found
+        config, revision = self.groups.get(group)
         return config.members[0], Target(group, revision, config.members[1:])
 
     async def put(self, content: int, data: bytes, layout: Layout) -> None:
@@ -194,9 +192,7 @@ class Writer:
 
     async def commit(self, ino: int, content: int, size: int, layout: Layout) -> Inode:
         group = self.group(layout)
-        found = self.groups.get(group)
-        assert found is not None
-        guards = [(records.group_key(group), found[1]), self.session.compare()]
+        guards = [(records.group_key(group), self.groups.get(group)[1]), self.session.compare()]
         return await self.namespace.publish(
             NewVersion(ino, records.ContentId(content), size, 8, time.time_ns(), layout=layout),
             guards,
@@ -224,8 +220,7 @@ class Writer:
             return os.pread(fd, size, 0)
 
     def in_sync(self) -> tuple[int, ...]:
-        found = self.groups.get(self.group(self.layout()))
-        return found[0].in_sync if found else ()
+        return self.groups.get(self.group(self.layout()))[0].in_sync
 
 
 @asynccontextmanager
@@ -240,7 +235,7 @@ async def writing(place: Place) -> AsyncIterator[Writer]:
         await nursery.start(writer.session.run)
         await writer.namespace.ensure_root()
         async with open_peers(
-            writer.members.address,
+            writer.members.nodes.get,
             all_movers(),
             credentials=None,
             name="test",
@@ -249,12 +244,8 @@ async def writing(place: Place) -> AsyncIterator[Writer]:
             session_key=writer.session_key,
         ) as writer.peers:
             with trio.fail_after(90):
-                await writer.groups.ensure(
-                    engine,
-                    place.settings.replicas,
-                    place.settings,
-                    writer.members.placement().target,
-                )
+                placement = writer.members.placement()
+                await writer.groups.ensure(writer.replica, place.settings.replicas, placement)
                 yield writer
         await writer.session.release()
         nursery.cancel_scope.cancel()
@@ -304,7 +295,7 @@ async def test_a_node_tells_what_it_is_and_has(place: Place) -> None:
         # Once the node knows that it was published, it does not take it for pending any more.
         path = node.store / f"extents/{content:x}.0"
         await writer.until(lambda: not path.stat().st_mode & stat.S_IWUSR)
-        async with open_peers(writer.members.address, (), name="admin", role="admin") as admin:
+        async with open_peers(writer.members.nodes.get, (), name="admin", role="admin") as admin:
             status = await admin.status(node.id)
         assert status["node"] == f"{node.id:016x}"
         assert (status["extents"], status["pending_extents"], status["bytes"]) == (2, 1, 1007)

@@ -86,6 +86,7 @@ def test_one_of_a_wrong_size_is_not_taken_back(world: World) -> None:
 
 
 def test_the_store_of_a_node_that_forgot_who_it_is_keeps_what_it_has(memory: Path) -> None:
+    """It is another node, and the extents of the former one are not its own."""
     with Files(str(memory)) as files:
         keep(files, Extent(1, 0), b"somebody's")
         node = files.node
@@ -93,6 +94,7 @@ def test_the_store_of_a_node_that_forgot_who_it_is_keeps_what_it_has(memory: Pat
     with Files(str(memory)) as files:
         assert files.node != node
         assert not len(files)
+        assert not os.listdir(memory / "extents")
         assert aside(files) == {Extent(1, 0)}
 
 

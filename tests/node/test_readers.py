@@ -54,6 +54,11 @@ def success(*operations: pb.RequestOp) -> pb.TxnRequest:
     return pb.TxnRequest(success=operations)
 
 
+def watch(key: bytes, range_end: bytes, start: int) -> pb.WatchRequest:
+    create = pb.WatchCreateRequest(key=key, range_end=range_end, start_revision=start)
+    return pb.WatchRequest(create_request=create)
+
+
 def nested(inner: pb.TxnRequest) -> pb.TxnRequest:
     """A transaction within a transaction, which etcd before 3.6.11 does not check."""
     body = inner.SerializeToString()
@@ -82,16 +87,8 @@ DENIED: dict[str, tuple[Method[Any], Message]] = {
     "keys beyond the cluster's": (rpc.RANGE, pb.RangeRequest(key=PREFIX, range_end=b"/j")),
     "keys to the end": (rpc.RANGE, pb.RangeRequest(key=PREFIX, range_end=b"\0")),
     "an endless key": (rpc.RANGE, pb.RangeRequest(key=PREFIX + b"d" * 2000)),
-    "to watch everybody's": (
-        rpc.WATCH,
-        pb.WatchRequest(
-            create_request=pb.WatchCreateRequest(key=b"\0", range_end=b"\0", start_revision=1)
-        ),
-    ),
-    "to watch from now": (
-        rpc.WATCH,
-        pb.WatchRequest(create_request=pb.WatchCreateRequest(key=PREFIX, range_end=PREFIX + b"z")),
-    ),
+    "to watch everybody's": (rpc.WATCH, watch(b"\0", b"\0", 1)),
+    "to watch from now": (rpc.WATCH, watch(PREFIX, PREFIX + b"z", 0)),
     "another's key": (rpc.TXN, success(put(THEIRS))),
     "a name": (rpc.TXN, success(put(PREFIX + b"d" + bytes(8) + b"x"))),
     "the last transaction": (rpc.TXN, success(put(PREFIX + b"s"))),
@@ -199,8 +196,8 @@ class Asking:
         return await self.node.ask(self.peer, asked)
 
     async def changes(self, after: int, end: bytes = b"z") -> pb.WatchResponse:
-        create = pb.WatchCreateRequest(key=PREFIX, range_end=PREFIX + end, start_revision=after + 1)
-        found: pb.WatchResponse = await self.ask(rpc.WATCH, pb.WatchRequest(create_request=create))
+        request = watch(PREFIX, PREFIX + end, after + 1)
+        found: pb.WatchResponse = await self.ask(rpc.WATCH, request)
         return found
 
 

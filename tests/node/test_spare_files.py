@@ -6,13 +6,14 @@ import mmap
 import os
 import time
 from collections.abc import Callable, Iterator
-from contextlib import closing, contextmanager
+from contextlib import closing
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import trio
+from test_store_node import files
 
 from irdmafs.backend.model.records import ContentId
 from irdmafs.backend.node import directory as directory_module
@@ -23,15 +24,11 @@ from irdmafs.backend.store.remote.contents import Contents
 from irdmafs.backend.transport import Extent
 from irdmafs.backend.transport.verbs.rdma import Choice, Rdma
 
+__all__ = ["files"]
+
 SESSION = 1000
 CONTENT = SESSION << 24 | 1
 LENGTH = 3 << 20
-
-
-@pytest.fixture
-def files(memory: Path) -> Iterator[Files]:
-    with Files(f"{memory}/store") as files:
-        yield files
 
 
 def taken(files: Files, length: int) -> Incoming:
@@ -90,6 +87,11 @@ def is_used_again(files: Files, number: int) -> bool:
     return files.figures().reused_files > before
 
 
+def is_own(files: Files, extent: Extent) -> bool:
+    with closing(files.hold(extent)) as held:
+        return held.is_own
+
+
 @pytest.mark.parametrize("way", ["opened", "handed on"])
 def test_a_file_that_was_sent_is_never_used_again(files: Files, way: str) -> None:
     incoming = files.create(LENGTH)
@@ -146,75 +148,74 @@ def test_a_working_copy_that_was_taken_over_is_never_used_again(files: Files, me
     assert not incoming.is_own
     files.seal(incoming, Extent(CONTENT, 0))
     incoming.close()
-    held = files.hold(Extent(CONTENT, 0))
-    assert not held.is_own
-    held.close()
+    assert not is_own(files, Extent(CONTENT, 0))
     assert not is_used_again(files, CONTENT)
 
 
-@contextmanager
-def borrowing(
-    memory: Path, gone: Callable[[ContentId], None] = lambda content: None
-) -> Iterator[Contents]:
+@pytest.fixture
+def gone() -> list[int]:
+    """The contents that left the mount's host."""
+    return []
+
+
+@pytest.fixture
+def contents(memory: Path, gone: list[int]) -> Iterator[Contents]:
     """A mount's contents, without its cluster."""
     config = SimpleNamespace(mount=SimpleNamespace(cache_size=None))
-    changes = SimpleNamespace(content_gone=gone, content_listeners=[])
+    changes = SimpleNamespace(content_gone=gone.append, content_listeners=[])
     cluster: Any = SimpleNamespace(config=config, changes=changes)
     with closing(Contents(cluster, f"{memory}/cache")) as contents:
         yield contents
 
 
-def test_what_mount_on_this_host_has_opened_is_never_used_again(files: Files, memory: Path) -> None:
-    with borrowing(memory) as contents:
-        for number in (1, 2):
-            keep(files, number)
-        assert contents.borrow(ContentId(1), f"{memory}/store")
-        os.close(contents.open(ContentId(1)))
-        contents.free(ContentId(1))
-        assert not is_used_again(files, 1)
-        assert is_used_again(files, 2)
-        assert not contents.borrow(ContentId(2), f"{memory}/store"), "it is gone"
+ONE = ContentId(1)
+
+
+def test_what_mount_on_this_host_has_opened_is_never_used_again(
+    files: Files, contents: Contents
+) -> None:
+    for number in (1, 2):
+        keep(files, number)
+    assert contents.borrow(ONE, files.directory)
+    os.close(contents.open(ONE))
+    contents.free(ONE)
+    assert not is_used_again(files, 1)
+    assert is_used_again(files, 2)
+    assert not contents.borrow(ContentId(2), files.directory), "it is gone"
 
 
 def test_file_of_a_reader_that_keeps_no_pages_is_used_again_when_it_is_closed_and_unmapped(
-    files: Files, memory: Path
+    files: Files, contents: Contents
 ) -> None:
-    with borrowing(memory) as contents:
-        first = keep(files, 1, byte=b"a")
-        assert contents.borrow(ContentId(1), f"{memory}/store")
-        contents.pin(ContentId(1))
-        fd = contents.open(ContentId(1))
+    first = keep(files, 1, byte=b"a")
+    assert contents.borrow(ONE, files.directory)
+    contents.pin(ONE)
+    fd = contents.open(ONE)
+    files.free(Extent(1, 0))
+    assert keep(files, 2, byte=b"b") != first, "it is held"
+    mapped = mmap.mmap(fd, LENGTH, prot=mmap.PROT_READ)
+    contents.unpin(ONE)
+    os.close(fd)
+    assert keep(files, 3, byte=b"c") != first, "it is mapped"
+    assert mapped[:1] == b"a"
+    mapped.close()
+    assert keep(files, 4, byte=b"d") == first
+
+
+@pytest.mark.parametrize("is_freed", [False, True], ids=["kept", "freed before"])
+def test_file_whose_pages_program_may_keep_is_never_used_again(
+    files: Files, contents: Contents, is_freed: bool
+) -> None:
+    first = keep(files, 1)
+    assert contents.borrow(ONE, files.directory)
+    contents.pin(ONE)
+    if is_freed:
         files.free(Extent(1, 0))
-        assert keep(files, 2, byte=b"b") != first, "it is held"
-        mapped = mmap.mmap(fd, LENGTH, prot=mmap.PROT_READ)
-        contents.unpin(ContentId(1))
-        os.close(fd)
-        assert keep(files, 3, byte=b"c") != first, "it is mapped"
-        assert mapped[:1] == b"a"
-        mapped.close()
-        assert keep(files, 4, byte=b"d") == first
-
-
-def test_file_whose_pages_program_may_keep_is_never_used_again(files: Files, memory: Path) -> None:
-    with borrowing(memory) as contents:
-        keep(files, 1)
-        assert contents.borrow(ContentId(1), f"{memory}/store")
-        contents.pin(ContentId(1))
-        contents.lend(ContentId(1))
-        contents.unpin(ContentId(1))
-        assert not is_used_again(files, 1)
-
-
-def test_file_lent_after_it_was_freed_is_never_used_again(files: Files, memory: Path) -> None:
-    with borrowing(memory) as contents:
-        first = keep(files, 1)
-        assert contents.borrow(ContentId(1), f"{memory}/store")
-        contents.pin(ContentId(1))
-        files.free(Extent(1, 0))
-        contents.lend(ContentId(1))
-        contents.unpin(ContentId(1))
-        assert keep(files, 2) != first
-        assert files.figures().reused_files == 0
+    contents.lend(ONE)
+    contents.unpin(ONE)
+    files.free(Extent(1, 0))
+    assert keep(files, 2) != first
+    assert files.figures().reused_files == 0
 
 
 def test_file_is_not_used_again_where_the_kernel_does_not_tell_who_has_it_mapped(
@@ -249,32 +250,30 @@ async def test_extent_of_an_application_is_copied_once_into_a_file_that_is_used_
     assert path.read_bytes() == os.read(reader, LENGTH) == b"x" * LENGTH
     assert files.was_named(extent)
     assert files.figures().reused_files == 1
-    held = files.hold(extent)
-    assert held.is_own
-    held.close()
+    assert is_own(files, extent)
     os.close(reader)
     assert is_used_again(files, CONTENT)
 
 
-def test_content_that_is_fetched_never_takes_the_place_of_a_file_that_is_here(memory: Path) -> None:
-    gone: list[int] = []
-    with borrowing(memory, gone.append) as contents:
-        for number, comes in ((1, "kept"), (2, "published")):
-            os.close(contents.make(ContentId(number), 10))
-            path = Path(contents.path(ContentId(number)))
-            path.write_bytes(b"first")
-            if comes == "kept":
-                contents.keep(ContentId(number), 10)
-                contents.admit(ContentId(number), 10)
-            else:
-                contents.publishing.add(ContentId(number))
-                assert contents.has(ContentId(number))
-                contents.admit(ContentId(number), 10)
-                contents.not_published(ContentId(number))
-            assert path.read_bytes() == b"first"
-        assert sorted(os.listdir(contents.directory)) == ["1", "2"] and not gone
-        contents.free(ContentId(1))
-        assert gone == [1]
+def test_content_that_is_fetched_never_takes_the_place_of_a_file_that_is_here(
+    contents: Contents, gone: list[int]
+) -> None:
+    for number, is_published in ((ONE, False), (ContentId(2), True)):
+        os.close(contents.make(number, 10))
+        path = Path(contents.path(number))
+        path.write_bytes(b"first")
+        if is_published:
+            contents.publishing.add(number)
+            assert contents.has(number)
+        else:
+            contents.keep(number, 10)
+        contents.admit(number, 10)
+        if is_published:
+            contents.not_published(number)
+        assert path.read_bytes() == b"first"
+    assert sorted(os.listdir(contents.directory)) == ["1", "2"] and not gone
+    contents.free(ONE)
+    assert gone == [1]
 
 
 class Mapped(Rdma):
@@ -313,9 +312,7 @@ def test_no_file_of_an_earlier_process_is_used_again(memory: Path) -> None:
     with Files(f"{memory}/store") as files:
         assert not list((memory / "store/incoming").iterdir())
         assert files.was_named(Extent(2, 0))
-        held = files.hold(Extent(2, 0))
-        assert held.is_own, "the node made it, whichever process did"
-        held.close()
+        assert is_own(files, Extent(2, 0)), "the node made it, whichever process did"
         assert not is_used_again(files, 2)
 
 

@@ -16,7 +16,7 @@ from harness.mountpoint import eventually
 
 from irdmafs.backend.cluster.config import ClusterConfig
 from irdmafs.backend.cluster.group_configs import Groups
-from irdmafs.backend.cluster.lease import MOUNT, Session
+from irdmafs.backend.cluster.lease import Session
 from irdmafs.backend.cluster.membership import Members, followed_key, seen_key
 from irdmafs.backend.cluster.replica import Replica
 from irdmafs.backend.etcd.engine import EtcdEngine
@@ -50,7 +50,7 @@ class Attacker:
         record = MountRecord(
             "attacker", "/mnt", 1, "0", name, role, session_digest(self.key)
         )  # fmt: skip
-        self.session = Session(engine, MOUNT, record, 5)
+        self.session = Session(engine, record, 5)
         self.claimed = 0
         self.peers: Peers
 
@@ -60,9 +60,7 @@ class Attacker:
 
     def target(self, inode: Inode) -> Target:
         group = group_of(inode.layout, 0, BUCKETS)
-        found = self.groups.get(group)
-        assert found is not None
-        return Target(group, found[1], ())
+        return Target(group, self.groups.get(group)[1], ())
 
 
 @asynccontextmanager
@@ -76,7 +74,7 @@ async def attacking(cluster: Cluster, of_certificate: str = "") -> AsyncIterator
         await attacker.replica.start(nursery)
         await nursery.start(attacker.session.run)
         async with open_peers(
-            attacker.members.address,
+            attacker.members.nodes.get,
             all_movers(),
             credentials=credentials,
             name="attacker",
@@ -222,7 +220,7 @@ async def test_a_reader_that_never_answers_does_not_stop_writers(cluster: Cluste
         await trio.to_thread.run_sync((mount.path / name).write_bytes, b"x")
 
     async with section.engine("reader") as engine, trio.open_nursery() as nursery:
-        session = Session(engine, MOUNT, record, PLAN.lease_ttl_s)
+        session = Session(engine, record, PLAN.lease_ttl_s)
         await nursery.start(session.run)
         lease = session.lease
         revision = await engine.transact((), [Put(followed_key(ROOT_INO, lease), b"", lease)])

@@ -76,7 +76,7 @@ async def test_a_reader_changes_its_own_session_and_nothing_else(cluster: Cluste
         trio.open_nursery() as nursery,
     ):
         ours, theirs = (
-            Session(one, MOUNT, MountRecord("host", "/m", 1, "0"), 5) for one in (engine, victim)
+            Session(one, MountRecord("host", "/m", 1, "0"), 5) for one in (engine, victim)
         )
         await nursery.start(ours.run)
         await nursery.start(theirs.run)

@@ -13,7 +13,7 @@ from harness.mountpoint import eventually
 from harness.secure_cluster import SecureCluster
 
 from irdmafs.backend.cluster.config import ClusterConfig
-from irdmafs.backend.cluster.lease import MOUNT, Session
+from irdmafs.backend.cluster.lease import Session
 from irdmafs.backend.etcd.engine import EtcdEngine
 from irdmafs.backend.etcd.leases import LEASE_BITS
 from irdmafs.backend.kv import NoSpace, Put
@@ -171,7 +171,7 @@ def test_who_hides_behind_another_name_is_put_out_all_the_same(cluster: Cluster)
             trio.open_nursery() as nursery,
         ):
             record = MountRecord("elsewhere", "/hidden", 1, "0", "mount", "mount")
-            session = Session(engine, MOUNT, record, 60)
+            session = Session(engine, record, 60)
             await nursery.start(session.run)
             # Without a lease, it would stay for ever.
             left_over["pin"] = pin_key(5, session.lease)

@@ -38,7 +38,7 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Iterator[SecureCluster]:
 
 
 def session(engine: EtcdEngine) -> Session:
-    return Session(engine, MOUNT, MountRecord("host", "/m", 1, "0"), 5)
+    return Session(engine, MountRecord("host", "/m", 1, "0"), 5)
 
 
 async def refused(doing: Awaitable[object]) -> bool:

@@ -21,7 +21,7 @@ from harness.secure_cluster import SecureCluster
 from test_rights import allowed_writes
 
 from irdmafs.backend.cluster.config import ClusterConfig
-from irdmafs.backend.cluster.lease import MOUNT, Session
+from irdmafs.backend.cluster.lease import Session
 from irdmafs.backend.kv import Put
 from irdmafs.backend.model.lock_claims import Entry, entry_key, guard_key
 from irdmafs.backend.model.records import (
@@ -262,7 +262,7 @@ async def test_contents_that_it_names_first_are_published_by_their_writers(
 async def test_an_entry_for_a_file_elsewhere_locks_nothing(whole: Path, kept: ClusterMount) -> None:
     section = ClusterConfig.load(os.fspath(kept.config)).cluster
     async with section.engine("mount") as engine, trio.open_nursery() as nursery:
-        session = Session(engine, MOUNT, MountRecord("h", "/m", 1, "0", "trainer", "mount"), 20)
+        session = Session(engine, MountRecord("h", "/m", 1, "0", "trainer", "mount"), 20)
         await nursery.start(session.run)
         key = entry_key(os.stat(whole / "others/small").st_ino, session.lease)
         put = Put(key, encode(Entry(sole=True)), session.lease)

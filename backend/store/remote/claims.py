@@ -23,7 +23,7 @@ likewise what it deferred; it gives all its claims up, and takes none for longer
 import errno
 import logging
 import time
-from collections.abc import Awaitable, Callable, Iterator, Sequence
+from collections.abc import Awaitable, Callable, Iterator
 from contextlib import contextmanager
 from itertools import islice
 from typing import NamedTuple
@@ -36,7 +36,6 @@ from ...kv import Compare, Conflict, Delete, Exists, Put
 from ...model.records import CLAIM, FOLLOWED, WISH, claim_key, wish_key
 from ...namespace import SharedCommitter
 from ...namespace.commit import Commit
-from ...namespace.deferred import Deferred
 from ...namespace.drafts import is_draft
 from ...namespace.inode import inode_key
 from ...pauses import Rests
@@ -90,7 +89,6 @@ class Claims(RecordKeeper):
         self._touched: set[int] = set()  # directories about which something changed
         self._is_followed_anew = False  # a directory, and with it all that is below
         self._member = member
-        self._members = member.members
         self._session = member.session
         self._leases = leases
         self._nursery = member.nursery
@@ -128,10 +126,8 @@ class Claims(RecordKeeper):
         directory = int.from_bytes(key[1:9], "big")
         self._touched.add(directory)
         if key.startswith(WISH):
-            wishes, lease = (
-                self._wishes.setdefault(directory, set()),
-                int.from_bytes(key[9:], "big"),
-            )
+            wishes = self._wishes.setdefault(directory, set())
+            lease = int.from_bytes(key[9:], "big")
             wishes.discard(lease) if value is None else wishes.add(lease)
             if not wishes:
                 del self._wishes[directory]
@@ -295,7 +291,8 @@ class Claims(RecordKeeper):
         await self._wait_for_holder(directory, self.is_of_another, self._wish)
         lease = self._session.lease
         if lease in self._wishes.get(directory, ()):
-            await self._change([], wish_key(directory, lease))
+            delete = Delete(wish_key(directory, lease))
+            await self._member.replica.transact((), [delete])
 
     async def look(self, directory: int) -> None:
         """Return when no other mount has an exclusive claim of the directory. Raises OSError."""
@@ -311,7 +308,7 @@ class Claims(RecordKeeper):
             claim = self.claims[directory]
             lease = claim.lease
             await self._session.wait_valid(self._member.timeout_s)
-            ends = self._members.session_of(lease) is not None
+            ends = self._member.members.session_of(lease) is not None
             if ends and self._late.get(lease, 0.0) < time.monotonic():
                 try:
                     if await self._is_answered(directory, claim, ask):
@@ -325,7 +322,8 @@ class Claims(RecordKeeper):
             if directory not in self._member.writable:
                 return
             key = claim_key(directory)
-            if await self._change([(key, claim.revision)], key) and ends:
+            replica = self._member.replica
+            if await replica.attempt([(key, claim.revision)], [Delete(key)]) and ends:
                 self._late[lease] = time.monotonic() + _LATE_S
 
     async def _is_answered(
@@ -334,7 +332,7 @@ class Claims(RecordKeeper):
         """Ask the holder of a claim, and return whether it gave that up. Raises LeaseEnded."""
         for _ in range(_PATIENCE):
             await ask(directory)
-            with trio.move_on_after(self._members.lease_ttl_s):
+            with trio.move_on_after(self._member.members.lease_ttl_s):
                 while self.claims.get(directory) == claim:
                     await self.changed()
                 return True
@@ -350,22 +348,12 @@ class Claims(RecordKeeper):
         if not self._leases.follows(directory):
             await self._leases.follow(directory)
 
-    async def _change(self, conditions: Sequence[tuple[bytes, int]], *deleted: bytes) -> bool:
-        """Delete keys if the conditions hold. Return whether they did, when the replica shows how things
-        are."""
-        try:
-            await self._member.replica.transact(conditions, [Delete(key) for key in deleted])
-        except Conflict:
-            await self._member.replica.barrier()
-            return False
-        return True
-
     # -- giving up ---------------------------------------------------------------------------------
 
-    async def run(self, committer: SharedCommitter, deferred: Deferred) -> None:
+    async def run(self, committer: SharedCommitter) -> None:
         """Give up the claims that others want, and idle ones; share those of directories that others
         follow."""
-        self._committer, self._deferred = committer, deferred
+        self._committer = committer
         tick_at = 0.0
         while True:
             with trio.move_on_after(_TICK_S):
@@ -421,7 +409,8 @@ class Claims(RecordKeeper):
                         return
                 keys = (wish_key(one, lease) for one in held for lease in self._wishes.get(one, ()))
                 wishes = islice(keys, _WISHES_AT_ONCE - len(held))
-                if await self._change(conditions, *map(claim_key, held), *wishes):
+                deletes = [*map(Delete, map(claim_key, held)), *map(Delete, wishes)]
+                if await self._member.replica.attempt(conditions, deletes):
                     for directory in held:
                         self._used.pop(directory, None)
         except OSError as error:
@@ -461,3 +450,4 @@ class Claims(RecordKeeper):
             if now - changed > _WITHIN_S:
                 del self._changed[directory]
         self._late = {lease: until for lease, until in self._late.items() if until > now}
+        self._born = set(filter(self._member.tree.inodes.__contains__, self._born))

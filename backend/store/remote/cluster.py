@@ -3,7 +3,7 @@
 import json
 import logging
 import os
-from collections.abc import Awaitable, Callable, Coroutine
+from collections.abc import Callable, Coroutine
 from contextlib import AbstractAsyncContextManager
 from functools import partial
 from typing import Any
@@ -17,6 +17,7 @@ from ...namespace import ROOT_INO, Namespace, SharedCommitter
 from ...transport.movers import all_movers
 from ...transport.peers import Peers, open_peers, patience_s
 from ...transport.verbs.rdma import Rdma
+from ...unwrap import for_each
 from .claims import Claims
 from .contents import Contents
 from .leases import Leases
@@ -81,7 +82,7 @@ class Cluster(Member):
             credentials=self.credentials,
             name=f"{self.host}:{os.getpid()}", role=self.role,
             session=lambda: self.session.number, session_key=session_key,
-            timeout_s=patience_s(self.settings), is_revoked=self.certificates.is_revoked,
+            timeout_s=patience_s(self.members.settings), is_revoked=self.certificates.is_revoked,
         )  # fmt: skip
 
     # -- life ------------------------------------------------------------------------------------
@@ -100,7 +101,7 @@ class Cluster(Member):
         start_soon(self.renewal.run)
         start_soon(self.leases.run)
         start_soon(self.deferred.run)
-        start_soon(self.claims.run, self._committer, self.deferred)
+        start_soon(self.claims.run, self._committer)
         start_soon(self.locks.run)
 
     async def leave(self) -> None:
@@ -162,8 +163,7 @@ class Cluster(Member):
         return address.store if address is not None else ""
 
     def has_member_here(self, group: int) -> bool:
-        found = self.groups.get(group)
-        return found is not None and self.here in found[0].members
+        return self.here in self.groups.get(group)[0].members
 
 
 def _is_store_of(directory: str, node: int) -> bool:
@@ -181,19 +181,4 @@ def for_each_stripe(
 ) -> Coroutine[Any, Any, None]:
     """Do `work` for every stripe, a few at a time. Errors are raised as a group, except if there is one
     stripe only."""
-    return work(0) if stripes == 1 else _for_several(stripes, work)
-
-
-async def _for_several(stripes: int, work: Callable[[int], Awaitable[None]]) -> None:
-    limit = trio.CapacityLimiter(_STRIPES_AT_ONCE)
-
-    async def work_on(stripe: int) -> None:
-        try:
-            await work(stripe)
-        finally:
-            limit.release_on_behalf_of(stripe)
-
-    async with trio.open_nursery() as nursery:
-        for stripe in range(stripes):
-            await limit.acquire_on_behalf_of(stripe)
-            nursery.start_soon(work_on, stripe)
+    return work(0) if stripes == 1 else for_each(range(stripes), work, at_once=_STRIPES_AT_ONCE)

@@ -190,9 +190,9 @@ class Fetcher:
     def _sources(self, group: int, content: ContentId) -> list[int]:
         """Return live members to read from: one on this host first, the others in an order that differs
         between contents and between mounts, to share the load."""
-        found, nodes = self._cluster.groups.get(group), self._cluster.members.nodes
+        (config, _), nodes = self._cluster.groups.get(group), self._cluster.members.nodes
         here, salt = self._cluster.here, self._salt
-        live = [*filter(nodes.__contains__, found[0].in_sync)] if found else []
+        live = [*filter(nodes.__contains__, config.in_sync)]
         order = sorted([(node != here, hash((node, content, salt)), node) for node in live])
         return [*map(itemgetter(2), order)]
 
@@ -241,8 +241,7 @@ class Fetcher:
                         log.info("content %x: %s; trying another replica", content, error)
             if sources and len(refusals) == len(sources):
                 raise refusals[0]
-            found = self._cluster.groups.get(group)
-            wanted = found[0].in_sync if found else ()
+            wanted = self._cluster.groups.get(group)[0].in_sync
             if wrong and (wrong.issuperset(wanted) or (sources and absent == len(sources))):
                 raise self._all_wrong(inode.ino, wrong)
             if sources and absent == len(sources):
@@ -350,10 +349,8 @@ class Fetcher:
         has_holes, extent = is_sparse(inode.size, inode.blocks), Extent(inode.extent, stripe)
 
         def begin(node: int) -> tuple[Stripe, Awaitable[None]]:
-            device, found = (
-                self._cluster.peers.device(node),
-                Stripe(into.fd, into.offset, into.length),
-            )
+            device = self._cluster.peers.device(node)
+            found = Stripe(into.fd, into.offset, into.length)
             if has_holes:
                 return found, device.read_sparse(extent, into, found.landed)
             return found, device.read(extent, 0, into, found.landed)
@@ -407,8 +404,7 @@ class Fetcher:
             if inode.extent in self._running:
                 continue
             group = group_of(inode.layout, 0, self._cluster.buckets)
-            found = self._cluster.groups.get(group)
-            if found is not None and node in found[0].in_sync:
+            if node in self._cluster.groups.get(group)[0].in_sync:
                 yield inode
 
     async def _answered(self, node: int, batch: _Batch) -> None:

@@ -11,9 +11,9 @@ from ....inline import detach
 from ...cluster.membership import Members
 from ...files.digest import BLOCK_BYTES, PARTS_MAX
 from ...files.sparse import allocated_bytes
-from ...kv import Conflict, Put
+from ...kv import Put
 from ...model.placement import group_of, local_seed, pool_of, seed_of
-from ...model.policy import Policy, parse_policy, policy_id
+from ...model.policy import parse_policy, policy_id
 from ...model.records import GroupConfig, Layout, policy_key
 from ...namespace import ROOT_INO, Inode, attributes
 from .cluster import Cluster
@@ -40,7 +40,7 @@ class Layouts:
 
     def of_name(self, parent: int, name: bytes) -> Layout:
         """Return where the contents of a file created under this name are to be kept."""
-        cluster, settings = self._cluster, self._cluster.settings
+        cluster, settings = self._cluster, self._members.settings
         replicas, stripe_bytes, wanted = attributes.of(self._namespace, parent, settings)
         # Files that are kept alike have the same seed, together with a name.
         if wanted.together:
@@ -48,24 +48,20 @@ class Layouts:
             path = directory.to_bytes(8, "big") + b"/" + name
         else:
             path = self._namespace.path_of(parent) + b"/" + name
-        policy = self._policy_number(wanted) if self._members.policies else 0
+        policy, rules = 0, self._members.policies
+        if rules:  # 0, the default, is that of a rule which no mount has made known, too
+            policy = next((number for number, rule in rules.items() if rule == wanted.rule), 0)
         layout = Layout(replicas, stripe_bytes, seed_of(path), policy)
         if wanted.local and cluster.here:
             seed = local_seed(path, layout, 0, settings.buckets, cluster.has_member_here)
             layout = layout._replace(seed=seed)
         return layout
 
-    def _policy_number(self, wanted: Policy) -> int:
-        """Return the number of a placement rule; 0, the default, for one that no mount has made known (its
-        attribute was set by other means)."""
-        rules = self._members.policies
-        return next((number for number, rule in rules.items() if rule == wanted.rule), 0)
-
     def of(self, inode: Inode) -> Layout:
         """Return the layout of a file, also of one that has no name yet."""
         if inode.layout.seed:
             return inode.layout
-        settings = self._cluster.settings
+        settings = self._members.settings
         seed = seed_of(inode.ino.to_bytes(8, "big"))
         return Layout(settings.replicas, settings.stripe_bytes, seed)
 
@@ -78,7 +74,7 @@ class Layouts:
         if layout.stripes(size) > 1 or size <= stripe_bytes:
             return layout
         parent = next(iter(self._namespace.parents_of(inode.ino)), ROOT_INO)
-        placement = attributes.of(self._namespace, parent, self._cluster.settings)[2]
+        placement = attributes.of(self._namespace, parent, self._members.settings)[2]
         if placement.local or placement.together:
             return layout
         return layout._replace(stripe_bytes=stripe_bytes)
@@ -93,8 +89,7 @@ class Layouts:
         return [*map(self._group_row, groups)]
 
     def _group_row(self, group: int) -> dict[str, Any]:
-        found = self._cluster.groups.get(group)
-        config = found[0] if found is not None else GroupConfig(0, ())
+        config, _ = self._cluster.groups.get(group)
         nodes = [self._node_row(node, config) for node in config.members]
         return {"group": group, "nodes": nodes}
 
@@ -119,21 +114,17 @@ class Layouts:
             return
         await detach()
         rule = parse_policy(value.decode("ascii", errors="replace")).rule
-        replica = self._cluster.replica
         while rule and rule not in self._members.policies.values():
             number = policy_id(rule, self._members.policies)
             key = policy_key(number)
-            try:
-                await replica.transact([(key, 0)], [Put(key, rule.encode())])
-            except Conflict:
-                await replica.barrier()
+            await self._cluster.replica.attempt([(key, 0)], [Put(key, rule.encode())])
 
     # -- the groups ------------------------------------------------------------------------------
 
     async def prepare(self) -> None:
         """Have the usual groups made before they are needed: they decide where a working copy is best
         begun. Does nothing while there are fewer nodes than replicas, as others may be about to start."""
-        settings = self._cluster.settings
+        settings = self._members.settings
         if not self._namespace.writable or len(self._members.candidates()) < settings.replicas:
             return
         try:
@@ -144,11 +135,12 @@ class Layouts:
     async def ensure_groups(self, layout: Layout) -> None:
         """Return when there are placement groups for contents of this layout. Raises OSError."""
         cluster = self._cluster
-        if cluster.groups.get(group_of(layout, 0, cluster.buckets)) is not None:
+        _, revision = cluster.groups.get(group_of(layout, 0, cluster.buckets))
+        if revision:
             return
         pool = pool_of(layout.replicas, layout.policy)
-        target = self._members.placement().target
-        await cluster.groups.want(cluster.engine, pool, cluster.settings, target, cluster.timeout_s)
+        placement = self._members.placement()
+        await cluster.groups.want(cluster.engine, pool, placement, cluster.timeout_s)
 
 
 class Space:
@@ -187,7 +179,6 @@ class Space:
         """Return the space in the cluster, in files kept with its usual number of replicas: on nodes that
         take new files, which a dead or a draining one does not."""
         settings, addresses = self._members.settings, self._members.nodes
-        assert settings is not None, "a mount starts with the settings"
         nodes = [addresses[candidate.node] for candidate in self._members.candidates()]
         self._forget_old()
         copies = max(1, min(settings.replicas, len(nodes)))

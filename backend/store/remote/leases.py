@@ -28,6 +28,7 @@ from ...kv import Delete, Put
 from ...namespace import ROOT_INO, Inode
 from ...namespace.attributes import FOLLOW
 from ...pauses import Rests
+from ...unwrap import if_it_fails
 from .member import Member
 
 log = logging.getLogger(__name__)
@@ -75,21 +76,19 @@ class Leases:
     """The directories that this mount follows, and its promise to hosts that change them."""
 
     def __init__(self, member: Member) -> None:
-        self._engine = member.engine
         self._member = member
         self._tree = member.tree
         self._members = member.members
         self._session = member.session
         self._nursery = member.nursery
-        # Directories, with the leases under which they are followed; 0: not any more, but the key that says
-        # so may still be there.
+        # Directories, with the leases under which they are followed; 0: they are not, but the key that says
+        # so may be there.
         self._held: dict[int, int] = {}
         self._sure_until_s = 0.0  # to know everything, by now_s()
         # By the lease of a follower that is not waited for: the revision that it should have acknowledged.
         self._late: dict[int, int] = {}
         self._followed_under = 0  # the newest lease under which anything was followed
         self._changing = trio.Lock()  # what is followed
-        self._listeners = member.changes.mount_listeners
         # The directories followed under lease `_ways_lease`, and those above them; empty: not known.
         self._ways: set[int] = set()
         self._ways_lease = 0
@@ -196,14 +195,15 @@ class Leases:
             self._for_good.add(directory)
         async with self._changing:
             lease, asked_s = self._session.lease, now_s()
-            # Earlier changes have been applied here then, and hosts that commit later know of this
-            # follower.
-            await self._transact(Put(followed_key(directory, lease), b"", lease))
-            if self._followed_under != lease:
-                self._followed_under = lease
-                self._be_sure(asked_s)
-            elif now_s() >= self._sure_until_s:
-                await self._confirm()
+            with if_it_fails(partial(self._held.update, {directory: 0})):
+                # Earlier changes have been applied here then, and hosts that commit later know of this
+                # follower.
+                await self._transact(Put(followed_key(directory, lease), b"", lease))
+                if self._followed_under != lease:
+                    self._followed_under = lease
+                    self._be_sure(asked_s)
+                elif now_s() >= self._sure_until_s:
+                    await self._confirm()
             if lease == self._session.lease:
                 self._held[directory] = lease
                 self._ways.clear()
@@ -220,7 +220,7 @@ class Leases:
                 return
             self._held[directory] = 0
             self._ways.clear()
-            for listener in self._listeners:
+            for listener in self._member.changes.mount_listeners:
                 listener.not_followed(directory)
             # Until it is known to have gone somebody may wait for this mount because of the key.
             await self._transact(Delete(followed_key(directory, self._session.lease)))
@@ -245,6 +245,7 @@ class Leases:
             and directory not in self._rests
             and self.may_follow(directory)
         ):
+            interest.opens = interest.changes = 0
             self._asking.add(directory)
             self._nursery.start_soon(self._follow_quietly, directory)
 
@@ -261,8 +262,6 @@ class Leases:
 
     async def _follow_quietly(self, directory: int) -> None:
         try:
-            interest = self._interest[directory]
-            interest.opens = interest.changes = 0
             await self.follow(directory)
         except OSError as error:
             log.info("directory %d is not followed: %s", directory, error)
@@ -349,7 +348,7 @@ class Leases:
             try:
                 self.transactions += 1
                 put = Put(seen_key(lease), seen.to_bytes(8, "big"), lease)
-                await self._engine.transact((), (put,))
+                await self._member.engine.transact((), (put,))
                 self.acknowledgements += 1
             except OSError as error:
                 log.warning("followers' promise not kept for now: %s", error)
@@ -360,7 +359,7 @@ class Leases:
         """Confirm with etcd that the replica is up to date. Hosts that had stopped waiting for this mount
         wait again once it has acknowledged."""
         lease, asked_s = self._session.lease, now_s()
-        await self._member.replica.wait_applied(await self._engine.barrier())
+        await self._member.replica.wait_applied(await self._member.engine.barrier())
         if now_s() >= self._sure_until_s or self._members.acked(lease) < self._owed:
             seen = self._member.replica.applied.to_bytes(8, "big")
             await self._transact(Put(seen_key(lease), seen, lease))

@@ -48,8 +48,7 @@ class _Loan:
         self.lent = lent
         self.lifeline = lifeline
         self.users = 0
-        self.idle = trio.Event()
-        self.idle.set()
+        self.ending = trio.lowlevel.ParkingLot()
 
     def close(self) -> None:
         os.close(self.lent.fd)
@@ -79,14 +78,11 @@ class Lender:
             os.close(lifeline)
             raise
         loan.users += 1
-        if loan.users == 1:
-            loan.idle = trio.Event()
         try:
             yield loan.lent
         finally:
             loan.users -= 1
-            if not loan.users:
-                loan.idle.set()
+            loan.ending.unpark_all()
 
     def _find(self, fd: int, lifeline: int) -> _Loan:
         status = os.fstat(fd)
@@ -111,7 +107,7 @@ class Lender:
         try:
             await trio.lowlevel.wait_readable(loan.lifeline)
             while loan.users:  # a new user may come before the end of the last one is known here
-                await loan.idle.wait()
+                await loan.ending.park()
             self._forget(loan.lent.fd)
         finally:
             del self._loans[key]

@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 import trio
 
 from ...etcd.leases import LeaseEnded
-from ...kv import Compare, Conflict, Delete, Put
+from ...kv import Compare, Conflict, Delete, Operations, Put
 from ...model.lock_claims import (
     NOTHING,
     Claim,
@@ -87,7 +87,6 @@ class SharedLocks(LockEntries):
         self._timeout_s = member.timeout_s
         self.holders: list[LockHolder] = []
         self._inodes: dict[int, _Inode] = {}
-        self._nursery = member.nursery
         self.transactions = 0
 
     def tell(self) -> None:
@@ -244,12 +243,9 @@ class SharedLocks(LockEntries):
             wanting = list(state.wanting)
             wanting.remove(claim)
             entry = state.entry(held, merged(wanting), sole=sole)
-            compares = [self._session.compare(), (guard_key(ino), guard)]
+            puts = [Put(entry_key(ino, lease), encode(entry), lease), Put(guard_key(ino), b"")]
             try:
-                revision = await self._transact(
-                    compares,
-                    [Put(entry_key(ino, lease), encode(entry), lease), Put(guard_key(ino), b"")],
-                )
+                revision = await self._transact([(guard_key(ino), guard)], puts)
             except (Conflict, LeaseEnded):
                 return False
             except PermissionError as error:
@@ -286,7 +282,7 @@ class SharedLocks(LockEntries):
     def _settle_soon(self, ino: int, state: _Inode) -> None:
         if not state.settling:
             state.settling = True
-            self._nursery.start_soon(self._settle_quietly, ino, state)
+            self._member.nursery.start_soon(self._settle_quietly, ino, state)
 
     async def _settle_quietly(self, ino: int, state: _Inode) -> None:
         lease = self._session.lease
@@ -335,38 +331,35 @@ class SharedLocks(LockEntries):
         state.mine = entry
         lease = self._session.lease
         key = entry_key(ino, lease)
-        session: list[Compare] = [self._session.compare()]
         revision = 0
         try:
             if entry:
-                revision = await self._transact(session, [Put(key, encode(entry), lease)])
-            elif next(self._others(ino), None) is not None or not await self._remove(ino, session):
-                await self._transact(session, [Delete(key)])
+                revision = await self._transact([], [Put(key, encode(entry), lease)])
+            elif next(self._others(ino), None) is not None or not await self._remove(ino):
+                await self._transact([], [Delete(key)])
         except (Conflict, LeaseEnded):
-            state.mine = (
-                NOTHING  # the session is over, and its entry with it; `lost` may have run before
-            )
+            # The session is over, and its entry with it; `lost` may have run before.
+            state.mine = NOTHING
         except BaseException:
             state.unsure = True
             raise
         state.unsure = False
         return revision
 
-    async def _remove(self, ino: int, session: Sequence[Compare]) -> bool:
+    async def _remove(self, ino: int) -> bool:
         """Remove this host's entry, and the guard, if there is no other entry. Return False if somebody has
         added one."""
-        compares = [*session, (guard_key(ino), self.guard(ino))]
-        key = entry_key(ino, self._session.lease)
+        key, guard = entry_key(ino, self._session.lease), guard_key(ino)
         try:
-            await self._transact(compares, [Delete(key), Delete(guard_key(ino))])
+            await self._transact([(guard, self.guard(ino))], [Delete(key), Delete(guard)])
         except Conflict:
             return False
         return True
 
-    async def _transact(
-        self, compares: Sequence[Compare], operations: Sequence[Put | Delete]
-    ) -> int:
+    async def _transact(self, compares: Sequence[Compare], operations: Operations) -> int:
+        """Apply a transaction within the session."""
         self.transactions += 1
+        compares = [self._session.compare(), *compares]
         return await self._member.engine.transact(compares, operations)
 
     # -- the session -----------------------------------------------------------------------------
@@ -412,7 +405,7 @@ class SharedLocks(LockEntries):
             if now - since < _LEFT_BEHIND_S or not self._session.valid():
                 continue
             if self._session.number == min(self._member.members.sessions, default=0):
-                await _quietly(self._remove(ino, [self._session.compare()]))
+                await _quietly(self._remove(ino))
 
     # -- what others do ------------------------------------------------------------------------------
 

@@ -8,7 +8,7 @@ import trio
 
 from ...cluster.config import ClusterConfig
 from ...cluster.group_configs import Groups
-from ...cluster.lease import MOUNT, Session
+from ...cluster.lease import Session
 from ...cluster.membership import Certificates, Members
 from ...cluster.replica import Replica
 from ...etcd.engine import EtcdEngine
@@ -139,7 +139,7 @@ class Member:
         self.credentials = config.cluster.credentials(self.role)
         self.writable = self._writable()
         engine.try_within(settings.lease_ttl_s)
-        self.session = Session(engine, MOUNT, record, settings.lease_ttl_s)
+        self.session = Session(engine, record, settings.lease_ttl_s)
         self.faults = Faults()
         self.members = Members(self.session, self.faults)
         self.groups = Groups(self.faults)
@@ -155,12 +155,6 @@ class Member:
             listener=self.changes, faults=self.faults, maker=record.maker,
             is_mounted=self.members.is_mounted,
         )  # fmt: skip
-
-    @property
-    def settings(self) -> Settings:
-        """Return the present settings."""
-        assert self.members.settings is not None, "a mount starts with the settings"
-        return self.members.settings
 
     def _writable(self) -> range:
         if self.role == "reader":

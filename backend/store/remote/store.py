@@ -102,7 +102,6 @@ class RemoteStore:
     mount goes to one of them directly."""
 
     sends = True
-    reads_into = True
     waits = True
     size_max = SIZE_MAX
     small_bytes: int
@@ -228,9 +227,8 @@ class RemoteStore:
     def warnings(self) -> list[str]:
         """Return a line for each problem with the credentials of this mount, or of nodes, and one if there
         are damaged records in etcd."""
-        former = [
-            f"{line}; the former ones stay in use" for line in self._cluster.renewal.problems()
-        ]
+        problems = self._cluster.renewal.problems()
+        former = [f"{problem}; the former ones stay in use" for problem in problems]
         return [*self.peers.refusals(), *former, *self._cluster.faults.warnings()]
 
     # -- figures ---------------------------------------------------------------------------------
@@ -273,7 +271,7 @@ class RemoteStore:
         return {
             "cluster": {
                 "name": config.cluster.name,
-                "id": cluster.settings.cluster_id,
+                "id": self.members.settings.cluster_id,
                 "etcd": list(config.cluster.etcd),
                 "session": cluster.session.number,
                 "role": cluster.role,

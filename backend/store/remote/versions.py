@@ -161,8 +161,9 @@ class ReadAhead:
             return
         listing = self._listings.get(directory)
         if listing is None or now - listing.used > _FORGET_AFTER_S or inode.ino not in listing.at:
-            if len(self._listings) >= _DIRECTORIES_MAX:
-                self._listings.clear()
+            known = self._listings.items()
+            left = {of: one for of, one in known if now - one.used <= _FORGET_AFTER_S}
+            self._listings = left if len(left) < _DIRECTORIES_MAX else {}
             try:
                 names = sorted(self._namespace.children(directory))
             except KeyError:

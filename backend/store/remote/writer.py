@@ -10,6 +10,7 @@ import os
 import random
 import time
 from collections.abc import Awaitable, Callable, Iterable, Iterator
+from typing import NamedTuple
 
 import trio
 
@@ -30,6 +31,15 @@ log = logging.getLogger(__name__)
 _LOOK_AGAIN_S = 0.5
 # How long a write waits because a node is full.
 _FULL_S = 5.0
+
+
+class _Place(NamedTuple):
+    """A stripe, its group, and the configuration that the group has since a revision."""
+
+    stripe: int
+    group: int
+    config: GroupConfig
+    revision: int
 
 
 class Transfer:
@@ -136,10 +146,9 @@ class Transfer:
         """Return the members that a small content has to be put on, and the message for each of them; None
         if its group does not exist. Call `put_on` for each one that has it, and `complete` in any case."""
         group = group_of(self._layout, 0, self._cluster.buckets)
-        found = self._cluster.groups.get(group)
-        if found is None:
+        config, revision = self._cluster.groups.get(group)
+        if not revision:
             return None
-        config, revision = found
         self.asked.update(config.members)
         data = os.pread(self._fd, self._size, 0)
         return config, Put(Extent(self._content, 0), Target(group, revision, ()), data)
@@ -158,12 +167,11 @@ class Transfer:
         """Return whether the bytes will pass through this process's memory, and so be hashed there. Bytes
         that do not after all are read again."""
         cluster = self._cluster
-        found = cluster.groups.get(group_of(self._layout, 0, cluster.buckets))
+        config, _ = cluster.groups.get(group_of(self._layout, 0, cluster.buckets))
         return (
             self._size > cluster.small_bytes
             and not self._is_adoptable
-            and found is not None
-            and all(map(cluster.peers.shows_bytes, found[0].members))
+            and all(map(cluster.peers.shows_bytes, config.members))
         )
 
     async def _hash(self) -> None:
@@ -187,17 +195,17 @@ class Transfer:
         full = time.monotonic() + _FULL_S
         waits = False
         while True:
-            found = cluster.groups.get(group)
-            if found is None:
+            config, revision = cluster.groups.get(group)
+            if not revision:
                 raise OSError(errno.EIO, f"placement group {group:#x} does not exist")
-            config, revision = found
             have = self._still_have(stripe, config)
             missing = [node for node in config.members if node not in have]
             if not missing:
                 break
             self.asked.update(missing)
+            place = _Place(stripe, group, config, revision)
             try:
-                await self._send(stripe, found, group, self._ordered(missing))
+                await self._send(place, self._ordered(missing))
                 break
             except Fenced:
                 await cluster.replica.barrier()
@@ -213,7 +221,7 @@ class Transfer:
                 with trio.move_on_after(_LOOK_AGAIN_S):
                     await cluster.groups.changed()
                 continue
-            if await self._send_around(stripe, found, group, missing):
+            if await self._send_around(place, missing):
                 continue
             if time.monotonic() > deadline:
                 raise OSError(
@@ -244,11 +252,9 @@ class Transfer:
         here = self._cluster.here
         return sorted(nodes, key=lambda node: node != here) if here in nodes else nodes
 
-    async def _send(
-        self, stripe: int, found: tuple[GroupConfig, int], group: int, chain: list[int]
-    ) -> None:
+    async def _send(self, place: _Place, chain: list[int]) -> None:
         cluster = self._cluster
-        config, revision = found
+        stripe, group, config, revision = place
         offset, length = self._layout.span(self._size, stripe)
         extent = Extent(self._content, stripe)
         target = Target(group, revision, tuple(chain[1:]))
@@ -258,7 +264,9 @@ class Transfer:
         elif chain[0] == cluster.here and self._is_adoptable:
             await device.adopt(extent, target, f"{self._content:x}")
         elif length <= cluster.small_bytes:
-            await self._put(extent, Target(group, revision, ()), chain, offset, length)
+            # To all at once: for little data, a chain's extra hops cost more than this host's link.
+            alone, data = Target(group, revision, ()), os.pread(self._fd, length, offset)
+            await self._tell_all(chain, lambda device: device.put(extent, alone, data))
         else:
             passing = self._passing.get(stripe)
             passed = passing.landed if passing is not None else nothing_landed
@@ -276,14 +284,6 @@ class Transfer:
             self._shared.discard(extent.stripe)
             return False
         return True
-
-    async def _put(
-        self, extent: Extent, target: Target, nodes: list[int], offset: int, length: int
-    ) -> None:
-        """Send to all nodes at once: for little data, a chain's extra hops cost more than this host's
-        link."""
-        data = os.pread(self._fd, length, offset)
-        await self._tell_all(nodes, lambda device: device.put(extent, target, data))
 
     async def _tell_all(self, nodes: list[int], tell: Callable[[Device], Awaitable[None]]) -> None:
         if len(nodes) == 1:
@@ -304,9 +304,7 @@ class Transfer:
         if failed:
             raise min(failed, key=lambda error: isinstance(error, Unreachable))
 
-    async def _send_around(
-        self, stripe: int, found: tuple[GroupConfig, int], group: int, missing: list[int]
-    ) -> bool:
+    async def _send_around(self, place: _Place, missing: list[int]) -> bool:
         """Send to each node by itself after the chain broke, and let the others check the nodes that cannot
         be reached from here. Return whether all have it. Raises Distrusted if none of them will ever accept
         it."""
@@ -318,7 +316,7 @@ class Transfer:
                 lost.append(node)
                 continue
             try:
-                await self._send(stripe, found, group, [node])
+                await self._send(place, [node])
             except Fenced:
                 await cluster.replica.barrier()
                 return False
@@ -327,23 +325,21 @@ class Transfer:
                 refusals.append(error)
             except Unreachable:
                 lost.append(node)
-        if len(refusals) == len(missing) and not self._acknowledged[stripe]:
+        if len(refusals) == len(missing) and not self._acknowledged[place.stripe]:
             raise refusals[0]
         for node in lost:
-            if not await self._send_through(stripe, found, group, node):
+            if not await self._send_through(place, node):
                 return False
         return True
 
-    async def _send_through(
-        self, stripe: int, found: tuple[GroupConfig, int], group: int, node: int
-    ) -> bool:
+    async def _send_through(self, place: _Place, node: int) -> bool:
         """Send to a member by way of another one, or have it evicted if that cannot reach it either."""
         cluster = self._cluster
         if node not in cluster.members.nodes:
             return False  # its lease is over: the group's leader is about to drop it
-        for other in sorted(self._acknowledged[stripe]):
+        for other in sorted(self._acknowledged[place.stripe]):
             try:
-                await self._send(stripe, found, group, [other, node])
+                await self._send(place, [other, node])
                 return True
             except Fenced:
                 await cluster.replica.barrier()
@@ -351,7 +347,7 @@ class Transfer:
             except Unreachable:
                 pass
             try:
-                await cluster.peers.suspect(other, group, node)
+                await cluster.peers.suspect(other, place.group, node)
             except OSError as error:
                 log.debug("content %x: %s", self._content, error)
         return False

@@ -19,7 +19,7 @@ import trio
 from harness.cluster import Cluster
 
 from irdmafs.backend.cluster.config import ClusterConfig
-from irdmafs.backend.cluster.lease import MOUNT, Session
+from irdmafs.backend.cluster.lease import Session
 from irdmafs.backend.model.records import (
     CONTENT_NUMBER_BITS,
     MountRecord,
@@ -249,7 +249,7 @@ async def _session(config: str) -> AsyncIterator[tuple[int, bytes]]:
         ClusterConfig.load(config).cluster.engine("mount") as engine,
         trio.open_nursery() as nursery,
     ):
-        session = Session(engine, MOUNT, record, _SESSION_TTL_S)
+        session = Session(engine, record, _SESSION_TTL_S)
         await nursery.start(session.run)
         yield session.number, key
         await session.release()
