@@ -172,8 +172,12 @@ class Deferred:
         return self._under_way[key] != event.value or self._is_kept(event)
 
     def _is_kept(self, event: Event) -> bool:
-        """Return whether a removed name leads to a new file by now that this mount keeps to itself."""
-        if event.value is not None or not event.key.startswith(b"d"):
+        """Return whether a new file that this mount keeps to itself has a removed name by now, or gave its
+        directory a later time."""
+        if event.value is not None:
+            known = self._tree.records.get(event.key) if event.key.startswith(b"t") else None
+            return known is not None and known > event.value
+        if not event.key.startswith(b"d"):
             return False
         parent, name = int.from_bytes(event.key[1:9], "big"), event.key[9:]
         return bool(self._tree.ino_behind(parent, name))

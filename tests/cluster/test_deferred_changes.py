@@ -215,6 +215,15 @@ def test_attributes_that_were_just_set_are_seen_by_whoever_looks(here: Path, the
     assert deferred(here) >= before + 4
 
 
+def test_directory_keeps_the_time_of_a_new_file_when_an_earlier_one_is_stored(here: Path) -> None:
+    claim_exclusively(here)
+    (here / "stored").touch()
+    with open(here / "kept", "wb"):
+        made = os.stat(here).st_mtime_ns
+        fsync(here)
+        assert os.stat(here).st_mtime_ns == made
+
+
 def test_large_attributes_do_not_come_together(here: Path, there: Path) -> None:
     for number in range(40):
         (here / f"{number}").touch()
