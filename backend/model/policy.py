@@ -11,6 +11,7 @@ from typing import NamedTuple
 # Failure domains, widest first.
 LEVELS = ("zone", "rack", "host")
 POLICIES_MAX = 255
+_OF_USERS_MAX = 127
 REPLICAS_MAX = 8
 
 
@@ -103,7 +104,7 @@ def is_understood(rule: str) -> bool:
     return True
 
 
-def policy_id(rule: str, known: Mapping[int, str]) -> int:
+def policy_id(rule: str, known: Mapping[int, str], *, is_root: bool = True) -> int:
     """Return the number of a rule: 0 for the default, else its known one, else the lowest free one, to be
     put (records.policy_key) by a transaction that compares its absence. Raises ENOSPC."""
     if not rule:
@@ -111,7 +112,8 @@ def policy_id(rule: str, known: Mapping[int, str]) -> int:
     for number, text in known.items():
         if text == rule:
             return number
-    for number in range(1, POLICIES_MAX + 1):
+    most = POLICIES_MAX if is_root else _OF_USERS_MAX
+    for number in range(1, most + 1):
         if number not in known:
             return number
-    raise OSError(errno.ENOSPC, f"placement: more than {POLICIES_MAX} different rules")
+    raise OSError(errno.ENOSPC, f"placement: more than {most} different rules")

@@ -164,8 +164,11 @@ class Store(Protocol):
     def statvfs(self) -> os.statvfs_result:
         """Return the space for contents, as statvfs(3) does."""
 
-    async def prepare_attribute(self, inode: Inode, name: bytes, value: bytes) -> None:
-        """Prepare for an extended attribute that was checked and is about to be set."""
+    async def prepare_attribute(
+        self, inode: Inode, name: bytes, value: bytes, is_root: bool
+    ) -> None:
+        """Prepare for an extended attribute that was checked and is about to be set; `is_root`: by somebody
+        who may set quotas. Raises OSError."""
         return
 
     def figures(self) -> list[Any]:

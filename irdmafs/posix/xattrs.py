@@ -111,9 +111,10 @@ class Xattrs(Part):
                     return
                 self._namespace.check_writable(found.ino)
                 _refuse_nonsense(found, name, value)
-                if name in QUOTA_NAMES:
-                    await quotas.refuse_setting(ctx.uid, ctx.pid, self._processes)
-                await self._store.prepare_attribute(found, name, value)
+                is_root = await quotas.may_set(ctx.uid, ctx.pid, self._processes)
+                if name in QUOTA_NAMES and not is_root:
+                    raise fail(errno.EPERM, "only root sets quotas")
+                await self._store.prepare_attribute(found, name, value, is_root)
         await self._namespace.set_xattr(found.ino, name, value, flags, drop_set_gid=drop_set_gid)
         self._metadata.refresh_several(found.ino)
         if name == AWAITS and self._cache.kernel.can_forget:
@@ -252,8 +253,8 @@ class Xattrs(Part):
     async def removexattr(self, inode: int, name: bytes, ctx: Caller) -> None:
         found = self._nodes.inode_of(inode)
         self._refuse_unknown_xattr(name)
-        if name in QUOTA_NAMES:
-            await quotas.refuse_setting(ctx.uid, ctx.pid, self._processes)
+        if name in QUOTA_NAMES and not await quotas.may_set(ctx.uid, ctx.pid, self._processes):
+            raise fail(errno.EPERM, "only root takes quotas")
         await self._namespace.remove_xattr(found.ino, name)
         self._metadata.refresh_several(found.ino)
 
@@ -334,7 +335,10 @@ def _tree_below(namespace: Namespace, directory: Inode, counter: int, uid: int) 
             return [inode.ino, entries(inode.ino) if _may_look(inode, uid) else None]
         return [inode.ino]
 
-    answer = json.dumps([counter, entries(directory.ino)], separators=(",", ":")).encode()
+    try:
+        answer = json.dumps([counter, entries(directory.ino)], separators=(",", ":")).encode()
+    except RecursionError:
+        raise _too_much() from None
     if len(answer) > _VALUE_MAX:
         raise _too_much()
     return answer

@@ -3,6 +3,7 @@
 import errno
 import json
 import os
+import subprocess
 from pathlib import Path
 from typing import Any
 
@@ -107,6 +108,12 @@ def test_groups_and_owners_who_have_shut_themselves_out_see_nothing(
 def test_more_than_an_attribute_holds_is_refused(folder: Path) -> None:
     for number in range(300):
         (folder / f"{number:0250}").touch()
+    with fails_with(errno.E2BIG):
+        tree_of(folder)
+
+
+def test_more_levels_than_can_be_told_are_refused(folder: Path) -> None:
+    subprocess.run(["mkdir", "-p", folder / "/".join("d" * 600)], check=True)
     with fails_with(errno.E2BIG):
         tree_of(folder)
 
