@@ -261,3 +261,18 @@ def test_a_directory_appears_whole_and_replaces_another(here: Path, there: Path)
         raise ZeroDivisionError
     assert contents(there / "model") == made
     assert os.listdir(there) == ["model"]
+    with draft(here / ("n" * 255)):
+        pass
+    assert (there / ("n" * 255)).is_dir()
+
+
+@pytest.mark.parametrize("path", ["", ".", "..", "other/.."])
+def test_a_path_without_a_name_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, path: str
+) -> None:
+    here = tmp_path / "above" / "here"
+    (here / "other").mkdir(parents=True)
+    monkeypatch.chdir(here)
+    with fails_with(errno.EINVAL), draft(path):
+        pass
+    assert os.listdir(here) == ["other"]
