@@ -9,6 +9,7 @@ from collections.abc import Iterator
 
 import click
 
+from ..mount.mounting import named
 from ..mount_options import MountError
 from . import status
 from .cluster import say
@@ -34,7 +35,7 @@ def watch(
     from ..client import _waiting
 
     with _failing(path):
-        seen = _waiting.look(path)
+        seen = _waiting.look(named(path))
     while True:
         with _failing(path):
             seen = _waiting.wait(path, seen, timeout=timeout)

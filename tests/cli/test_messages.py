@@ -202,6 +202,7 @@ def test_what_is_no_store_is_not_discarded(tmp_path: Path) -> None:
         ("status", ""),
         ("versions", ""),
         ("prefetch", ""),
+        ("watch", ""),
         ("serve", "", "--etcd", "127.0.0.1:1"),
     ],
     ids=" ".join,
