@@ -269,14 +269,6 @@ def test_a_rule_keeps_its_number() -> None:
         policy_id("zone=x", {i: f"zone={i}" for i in range(1, POLICIES_MAX + 1)})
 
 
-def test_users_make_half_of_the_rules() -> None:
-    known = {i: f"zone={i}" for i in range(1, 128)}
-    with pytest.raises(OSError, match="127 different rules"):
-        policy_id("zone=x", known, is_root=False)
-    assert policy_id("zone=x", known) == 128
-    assert policy_id("zone=1", known, is_root=False) == 1
-
-
 def test_a_policy_restricts_its_groups_and_no_others() -> None:
     nodes = [Candidate(i, 1.0, {"zone": "ab"[i % 2]}) for i in range(1, 9)]
     placement = Placement(nodes, 64, {1: "zone=a", 2: "zone=nowhere"})
