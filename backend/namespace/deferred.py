@@ -288,13 +288,14 @@ class Deferred:
     ) -> int:
         """Store changes and then `operations`, if the conditions hold and the claims are as they were.
         Return the revision when the tree has it. Raises Conflict, OSError."""
-        compares: list[Compare] = [
-            (claim_key(one), self._claims.revision(one)) for one in some.claims
-        ]
+        compares: list[Compare] = [(claim_key(d), self._claims.revision(d)) for d in some.claims]
         compares += conditions
         stored = some.operations | {operation.key: operation for operation in operations}
         self._remove(some.changes)
-        self._under_way = {key: _value_of(stored[key]) for key in some.operations}
+        self._under_way = {
+            key: one.value if isinstance(one := stored[key], Put) else None
+            for key in some.operations
+        }
         self._sent = some.changes
         try:
             revision = await self._engine.transact(compares, [*stored.values()])
@@ -391,7 +392,3 @@ class Deferred:
             inode.nlink = 0
         tree.keep(commit)
         self._lost_keys -= keys
-
-
-def _value_of(operation: Put | Delete) -> bytes | None:
-    return operation.value if isinstance(operation, Put) else None

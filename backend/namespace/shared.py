@@ -151,8 +151,7 @@ class SharedCommitter:
         directories, conditions = self._directories(commit), compares(commit, self._is_claimed)
         changes = operations(commit)
         keys = [one.key for one in changes if not one.key.startswith(b"t")]
-        given = [ino for ino, time_ns in commit.times if time_ns is None]
-        touched = [(ino, tree.records.get(time_key(ino))) for ino in given]
+        touched = [(ino, tree.records.get(time_key(ino))) for ino, ns in commit.times if ns is None]
         storing = trio.Event()
         with tree.keeping(commit):
             self._storing.update(dict.fromkeys(kept, storing))
@@ -179,9 +178,15 @@ class SharedCommitter:
                 self._under_way = +self._under_way
             if kept:
                 self._forget_former_names(commit)
-            for ino, time in touched:
-                if time is not None and tree.records.get(time_key(ino)) == time:
-                    self._forget_time(ino)
+            # The records have these times now: the watch tells of none that was kept and never stored.
+            former = Commit()
+            former.times = [
+                (ino, None)
+                for ino, time in touched
+                if time and tree.records.get(time_key(ino)) == time
+            ]
+            if former.times:
+                tree.keep(former)
             unseen = commit.new is not None and commit.new.maker
             if self._after_commit is not None and not unseen and not commit.stores:
                 await self._after_commit(directories, revision)
@@ -320,13 +325,6 @@ class SharedCommitter:
             former = Commit()
             former.names = names
             tree.keep(former)
-
-    def _forget_time(self, directory: int) -> None:
-        """Remove the time at which a name was kept in a directory, whose record has its times now: the
-        watch tells of none that was never stored."""
-        former = Commit()
-        former.times = ((directory, None),)
-        self._tree.keep(former)
 
     async def store(self, directory: int) -> None:
         """Store what is deferred, and the files in a directory that this mount keeps to itself; no other

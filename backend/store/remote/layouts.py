@@ -107,9 +107,7 @@ class Layouts:
             "in_sync": node in config.in_sync,
         }
 
-    async def prepare_attribute(
-        self, inode: Inode, name: bytes, value: bytes, is_root: bool
-    ) -> None:
+    async def prepare_attribute(self, inode: Inode, name: bytes, value: bytes, root: bool) -> None:
         """Make a placement rule that is about to be set known to the cluster. Raises OSError; ENOSPC for
         users before it does for root, as rules stay for ever."""
         if name == attributes.REPLICAS and int(value) > (up := len(self._members.candidates())):
@@ -124,7 +122,7 @@ class Layouts:
         rule = parse_policy(value.decode("ascii", errors="replace")).rule
         replica = self._cluster.replica
         while rule and rule not in self._members.policies.values():
-            number = policy_id(rule, self._members.policies, is_root=is_root)
+            number = policy_id(rule, self._members.policies, is_root=root)
             key = policy_key(number)
             try:
                 await replica.transact([(key, 0)], [Put(key, rule.encode())])
