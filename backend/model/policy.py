@@ -11,7 +11,6 @@ from typing import NamedTuple
 # Failure domains, widest first.
 LEVELS = ("zone", "rack", "host")
 POLICIES_MAX = 255
-_OF_USERS_MAX = 127
 REPLICAS_MAX = 8
 
 
@@ -112,7 +111,7 @@ def policy_id(rule: str, known: Mapping[int, str], *, is_root: bool = True) -> i
     for number, text in known.items():
         if text == rule:
             return number
-    most = POLICIES_MAX if is_root else _OF_USERS_MAX
+    most = POLICIES_MAX if is_root else POLICIES_MAX // 2
     for number in range(1, most + 1):
         if number not in known:
             return number

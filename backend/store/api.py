@@ -165,8 +165,7 @@ class Store(Protocol):
         """Return the space for contents, as statvfs(3) does."""
 
     async def prepare_attribute(self, inode: Inode, name: bytes, value: bytes, root: bool) -> None:
-        """Prepare for an extended attribute that was checked and is about to be set; `root`: by somebody
-        who may set quotas. Raises OSError."""
+        """Prepare for an attribute about to be set; `root`: by who may set quotas. Raises OSError."""
         return
 
     def figures(self) -> list[Any]:

@@ -243,8 +243,7 @@ def admit(node: str, config_path: str | None) -> None:
     if not 0 < number < 1 << 63:
         raise MountError(f"{node!r} is not the id of a node: 16 hexadecimal digits")
     # It registers its weight and labels when it starts again.
-    record = NodeRecord("up", 1.0, {})
-    if not with_etcd(config, lambda engine: admit(engine, number, record)):
+    if not with_etcd(config, lambda engine: admit(engine, number, NodeRecord("up", 1.0, {}))):
         raise MountError(f"node {number:016x} was not removed")
     say(f"node {number:016x} may start again: irdmafs serve STORE")
 

@@ -18,9 +18,8 @@ _REPORTED_MAX = 32
 async def may_set(uid: int, pid: int, processes: Processes) -> bool:
     """Return whether the caller may set and take quotas: root with CAP_SYS_ADMIN, or the user whose own
     daemon this is. Root of a user namespace is another user here."""
-    if uid == os.geteuid() != 0:
-        return True
-    return not uid and (await processes.credentials(pid)).has(CAP_SYS_ADMIN)
+    is_ours = uid == os.geteuid() != 0
+    return is_ours or (not uid and (await processes.credentials(pid)).has(CAP_SYS_ADMIN))
 
 
 def used(namespace: Namespace, directory: int, name: bytes) -> bytes:

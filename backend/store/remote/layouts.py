@@ -122,8 +122,7 @@ class Layouts:
         rule = parse_policy(value.decode("ascii", errors="replace")).rule
         replica = self._cluster.replica
         while rule and rule not in self._members.policies.values():
-            number = policy_id(rule, self._members.policies, is_root=root)
-            key = policy_key(number)
+            key = policy_key(policy_id(rule, self._members.policies, is_root=root))
             try:
                 await replica.transact([(key, 0)], [Put(key, rule.encode())])
             except Conflict:
