@@ -118,9 +118,7 @@ class Deferred:
         is_empty = not (self._changes or self._under_way)
         return is_empty or trio.current_time() < self._stored_s + _OVERDUE_S
 
-    def add(
-        self, commit: Commit, changes: Sequence[Put | Delete], directories: Iterable[int]
-    ) -> None:
+    def add(self, commit: Commit, changes: Sequence[Put | Delete], within: Iterable[int]) -> None:
         """Apply a commit, and defer its `changes` of records, which concern files in these directories
         alone. Raises OSError."""
         now_s = trio.current_time()
@@ -132,7 +130,7 @@ class Deferred:
             self._before.setdefault(inode_key(inode.ino), inode.revision)
         self._tree.keep(commit)
         self.count += 1
-        claims = {directory: self._claims.revision(directory) for directory in directories}
+        claims = {directory: self._claims.revision(directory) for directory in within}
         removed = next((one.ino for one in commit.gone if one.is_dir), 0)
         change = _Change(self.count, now_s, {one.key: one for one in changes}, claims, removed)
         self._changes.append(change)

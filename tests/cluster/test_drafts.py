@@ -174,6 +174,14 @@ def test_nothing_is_put_off_below_a_quota(here: Path, there: Path) -> None:
         written(here / "limited" / "a.tmp", 40)
 
 
+def test_times_stay_while_files_are_stored(here: Path) -> None:
+    (here / "a.tmp").mkdir()
+    written(here / "a.tmp", 250, 100_000)
+    before = {file: file.stat().st_ctime_ns for file in (here / "a.tmp").iterdir()}
+    while waiting(here):
+        assert {file: file.stat().st_ctime_ns for file in before} == before
+
+
 def test_a_pattern_is_of_names(here: Path) -> None:
     for wrong in (b"", b" ", b"a/b", b"*.tmp " * 50):
         with fails_with(errno.EINVAL):

@@ -108,8 +108,7 @@ class Layouts:
         }
 
     async def prepare_attribute(self, inode: Inode, name: bytes, value: bytes, root: bool) -> None:
-        """Make a placement rule that is about to be set known to the cluster. Raises OSError; ENOSPC for
-        users before it does for root, as rules stay for ever."""
+        """Make a new placement rule known. Raises OSError; ENOSPC for users before root: rules stay."""
         if name == attributes.REPLICAS and int(value) > (up := len(self._members.candidates())):
             log.warning(
                 "%s: %d replicas are wanted, and %d store nodes are up: what is created there has fewer "
