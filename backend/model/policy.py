@@ -101,7 +101,7 @@ def policy_of_rule(rule: str) -> Policy:
         return NOT_UNDERSTOOD
 
 
-def policy_id(rule: str, known: Mapping[int, str]) -> int:
+def policy_id(rule: str, known: Mapping[int, str], *, is_root: bool = True) -> int:
     """Return the number of a rule: 0 for the default, else its known one, else the lowest free one, to be
     put (records.policy_key) by a transaction that compares its absence. Raises ENOSPC."""
     if not rule:
@@ -109,7 +109,8 @@ def policy_id(rule: str, known: Mapping[int, str]) -> int:
     for number, text in known.items():
         if text == rule:
             return number
-    for number in range(1, POLICIES_MAX + 1):
+    most = POLICIES_MAX if is_root else POLICIES_MAX // 2
+    for number in range(1, most + 1):
         if number not in known:
             return number
-    raise OSError(errno.ENOSPC, f"placement: more than {POLICIES_MAX} different rules")
+    raise OSError(errno.ENOSPC, f"placement: more than {most} different rules")

@@ -124,9 +124,7 @@ def _text(value: bytes) -> str:
 def _replicas(value: bytes) -> int:
     text = _text(value)
     if not text.isdigit() or not 1 <= int(text) <= REPLICAS_MAX:
-        raise ValueError(
-            f"user.irdmafs.replicas is a number from 1 to {REPLICAS_MAX}, not {text!r}"
-        )
+        raise ValueError(f"user.irdmafs.replicas is from 1 to {REPLICAS_MAX}, not {text!r}")
     return int(text)
 
 

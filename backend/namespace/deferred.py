@@ -118,9 +118,7 @@ class Deferred:
         is_empty = not (self._changes or self._under_way)
         return is_empty or trio.current_time() < self._stored_s + _OVERDUE_S
 
-    def add(
-        self, commit: Commit, changes: Sequence[Put | Delete], directories: Iterable[int]
-    ) -> None:
+    def add(self, commit: Commit, changes: Sequence[Put | Delete], within: Iterable[int]) -> None:
         """Apply a commit, and defer its `changes` of records, which concern files in these directories
         alone. Raises OSError."""
         now_s = trio.current_time()
@@ -132,7 +130,7 @@ class Deferred:
             self._before.setdefault(inode_key(inode.ino), inode.revision)
         self._tree.keep(commit)
         self.count += 1
-        claims = {directory: self._claims.revision(directory) for directory in directories}
+        claims = {directory: self._claims.revision(directory) for directory in within}
         removed = next((one.ino for one in commit.gone if one.is_dir), 0)
         change = _Change(self.count, now_s, {one.key: one for one in changes}, claims, removed)
         self._changes.append(change)
@@ -172,8 +170,12 @@ class Deferred:
         return self._under_way[key] != event.value or self._is_kept(event)
 
     def _is_kept(self, event: Event) -> bool:
-        """Return whether a removed name leads to a new file by now that this mount keeps to itself."""
-        if event.value is not None or not event.key.startswith(b"d"):
+        """Return whether a new file that this mount keeps to itself has a removed name by now, or gave its
+        directory a later time."""
+        if event.value is not None:
+            known = self._tree.records.get(event.key) if event.key.startswith(b"t") else None
+            return known is not None and known > event.value
+        if not event.key.startswith(b"d"):
             return False
         parent, name = int.from_bytes(event.key[1:9], "big"), event.key[9:]
         return bool(self._tree.ino_behind(parent, name))
@@ -284,9 +286,7 @@ class Deferred:
     ) -> int:
         """Store changes and then `operations`, if the conditions hold and the claims are as they were.
         Return the revision when the tree has it. Raises Conflict, OSError."""
-        compares: list[Compare] = [
-            (claim_key(one), self._claims.revision(one)) for one in some.claims
-        ]
+        compares: list[Compare] = [(claim_key(d), self._claims.revision(d)) for d in some.claims]
         compares += conditions
         stored = some.operations | {operation.key: operation for operation in operations}
         self._remove(some.changes)

@@ -10,14 +10,16 @@ from fnmatch import fnmatchcase
 from .inode import ROOT_INO, Inode
 
 DRAFTS = b"user.irdmafs.drafts"
+# Each close in a draft compares them with each name of its path.
+_PATTERNS_MAX_BYTES = 255
 
 
 def check(value: bytes) -> None:
     """Raise ValueError unless this is a value of DRAFTS."""
-    if not value.split() or b"/" in value:
+    if not value.split() or b"/" in value or len(value) > _PATTERNS_MAX_BYTES:
         raise ValueError(
             "user.irdmafs.drafts has patterns of the names of directories, such as *.tmp, with spaces "
-            f"between them; not {value.decode(errors='replace')!r}"
+            f"between them, {_PATTERNS_MAX_BYTES} bytes at most; not {value.decode(errors='replace')!r}"
         )
 
 

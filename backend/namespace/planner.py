@@ -304,12 +304,10 @@ class Planner:
             self._unname(commit, replaced, now)
             commit.urgent = True
         if flags & RENAME_WHITEOUT:
-            self._leave_whiteout(commit, parent, name, owner)
+            self._whiteout(commit, parent, name, owner)
         return commit
 
-    def _leave_whiteout(
-        self, commit: Commit, parent: int, name: bytes, owner: tuple[int, int]
-    ) -> None:
+    def _whiteout(self, commit: Commit, parent: int, name: bytes, owner: tuple[int, int]) -> None:
         """Put a whiteout, a character device 0:0 (overlayfs), in the place of the old name."""
         directory = self._tree.inodes[parent]
         whiteout = self._new_inode(directory, stat.S_IFCHR, *owner, 0, now_ns())

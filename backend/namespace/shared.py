@@ -151,8 +151,7 @@ class SharedCommitter:
         directories, conditions = self._directories(commit), compares(commit, self._is_claimed)
         changes = operations(commit)
         keys = [one.key for one in changes if not one.key.startswith(b"t")]
-        given = [ino for ino, time_ns in commit.times if time_ns is None]
-        touched = [(ino, tree.records.get(time_key(ino))) for ino in given]
+        touched = [(ino, tree.records.get(time_key(ino))) for ino, ns in commit.times if ns is None]
         storing = trio.Event()
         with tree.keeping(commit):
             self._storing.update(dict.fromkeys(kept, storing))

@@ -163,8 +163,8 @@ class Store(Protocol):
     def statvfs(self) -> os.statvfs_result:
         """Return the space for contents, as statvfs(3) does."""
 
-    async def prepare_attribute(self, inode: Inode, name: bytes, value: bytes) -> None:
-        """Prepare for an extended attribute that was checked and is about to be set."""
+    async def prepare_attribute(self, inode: Inode, name: bytes, value: bytes, root: bool) -> None:
+        """Prepare for an attribute about to be set; `root`: by who may set quotas. Raises OSError."""
         return
 
     def figures(self) -> list[Any]:

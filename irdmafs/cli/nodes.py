@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import tempfile
 import time
 from typing import TYPE_CHECKING, Any
@@ -234,15 +235,11 @@ def admit(node: str, config_path: str | None) -> None:
     from ..backend.model.records import NodeRecord
 
     config = load(config_path)
-    try:
-        number = int(node, 16)
-    except ValueError:
-        number = 0
+    number = int(node, 16) if re.fullmatch("[0-9a-fA-F]{16}", node) else 0
     if not 0 < number < 1 << 63:
         raise MountError(f"{node!r} is not the id of a node: 16 hexadecimal digits")
     # It registers its weight and labels when it starts again.
-    record = NodeRecord("up", 1.0, {})
-    if not with_etcd(config, lambda engine: admit(engine, number, record)):
+    if not with_etcd(config, lambda engine: admit(engine, number, NodeRecord("up", 1.0, {}))):
         raise MountError(f"node {number:016x} was not removed")
     say(f"node {number:016x} may start again: irdmafs serve STORE")
 

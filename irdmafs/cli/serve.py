@@ -10,7 +10,7 @@ from typing import Any
 import click
 
 from ..mount.mounting import named
-from ..mount.stores import refuse_other_purpose
+from ..mount.stores import OF_NODES, refuse_other_purpose, refuse_strange_files
 from ..mount_options import MountError
 from .cluster import config_option, load, say
 from .flags import overrides, section_flags
@@ -44,6 +44,7 @@ def serve(store: str, config_path: str | None, foreground: bool, **flags: Any) -
     refuse_other_purpose(store, "node")
     try:
         os.makedirs(store, mode=0o700, exist_ok=True)
+        refuse_strange_files(store, store, OF_NODES)
     except FileExistsError:
         raise MountError(f"the store {store} is not a directory") from None
     except OSError as error:

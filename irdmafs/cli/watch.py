@@ -7,6 +7,7 @@ import subprocess
 
 import click
 
+from ..mount.mounting import named
 from . import status
 from .cluster import say
 from .versions import failing
@@ -32,7 +33,7 @@ def watch(
     from ..client import _waiting
 
     with failing(path):
-        seen = _waiting.look(path)
+        seen = _waiting.look(named(path))
     while True:
         with failing(path):
             seen = _waiting.wait(path, seen, timeout=timeout)

@@ -22,11 +22,13 @@ def draft(path: StrPath) -> Iterator[str]:
 
     On a mount in a cluster files are closed without waiting for the store nodes, and stored together;
     anywhere else it is a directory with another name. Raises OSError: NotADirectoryError if a file is at
-    ``path``.
+    ``path``; EINVAL for a path that ends in no name, such as "", which would be where the program is.
     """
-    path = os.path.abspath(path)
-    parent, name = os.path.split(path)
-    place = tempfile.mkdtemp(prefix=f".{name}.draft-", dir=parent)
+    parent, name = os.path.split(os.fspath(path).rstrip("/"))
+    if name in ("", os.curdir, os.pardir):
+        raise OSError(errno.EINVAL, "It names no directory to make", path)
+    path = os.path.join(os.path.abspath(parent), name)
+    place = tempfile.mkdtemp(prefix=".draft-", dir=os.path.dirname(path))
     try:
         store_together(place)
         inside = os.path.join(place, name)

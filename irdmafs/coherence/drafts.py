@@ -58,9 +58,7 @@ class Drafts(OnHost):
                 await self.store()
                 pauses.begin_anew()
             except OSError as error:
-                log.warning(
-                    "%d files of drafts are not stored yet: %s", len(put_off.handles), error
-                )
+                log.warning("%d files of drafts are not stored: %s", len(put_off.handles), error)
                 await pauses.wait()
 
     async def store(self, below: int = ROOT_INO) -> None:

@@ -45,12 +45,14 @@ class Looks(OnHost):
             and not (content.opens or content.dirty)
         ):
             return Shown(0, 0, content.begun[1], inode.ctime_ns)  # nobody has had it open
+        base = content.base
         if not (content.extent and (content.writers or content.state.writable)):
-            base = content.base
             return Shown(base.size, base.blocks, base.mtime_ns, inode.ctime_ns)
         status, ctime_ns = self._table.stat(content), inode.ctime_ns
-        if content.dirty or stamp_of(status) != (content.seen or content.begun):
-            # The kernel's clock ticks: a write may seem to lie before the change of a name.
+        is_told = self._table.publishing.get(inode.ino) is content and inode.version != base.version
+        if not is_told and (content.dirty or stamp_of(status) != (content.seen or content.begun)):
+            # The inode does not tell of the write yet, nor of its time. The kernel's clock ticks: a write
+            # may seem to lie before the change of a name.
             ctime_ns = max(ctime_ns + 1, changed_ns(content, status))
         return Shown(status.st_size, status.st_blocks, status.st_mtime_ns, ctime_ns)
 

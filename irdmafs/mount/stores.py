@@ -47,6 +47,9 @@ _TMPFS_FLAGS = mounting.MS_NOSUID | mounting.MS_NODEV
 # A file in a cache, with the path of the configuration that its mount was given.
 _CLUSTER_FILE = "cluster"
 _ENTRIES = re.compile(r"names.*|kv\.sqlite.*|extents|lock|open|mountpoint|cluster|irdmafs\.log.*")
+OF_NODES = re.compile(
+    r"extents|incoming|held|quarantine|lock|\w+\.json.*|irdmafs\.log.*|lost\+found"
+)
 
 Purpose = Literal["mount", "cache", "node"]
 _PURPOSES: tuple[tuple[str, Purpose], ...] = (
@@ -233,8 +236,7 @@ def explicit_store(directory: str, mountpoint: str, size: int | None = None) -> 
     Raises MountError if the directory cannot be a store.
     """
     path = os.path.realpath(mounting.named(directory))
-    inside = os.path.commonpath([path, mountpoint])
-    if inside in (path, mountpoint):
+    if os.path.commonpath([path, mountpoint]) in (path, mountpoint):
         raise MountError(f"the store {directory} and the mountpoint must not contain each other")
     below = mounting.containing_mount(path)
     if below is not None and below.fstype == mounting.FSTYPE:
@@ -272,7 +274,7 @@ def _make_fit(path: str, name: str) -> tuple[str, ...]:
     users, and return warnings. Raises MountError."""
     try:
         status = os.stat(path)
-        entries = sorted(os.scandir(path), key=lambda entry: entry.name)
+        entries = [*os.scandir(path)]
         if os.statvfs(path).f_flag & os.ST_RDONLY:
             raise OSError(errno.EROFS, os.strerror(errno.EROFS), path)
         if not os.access(path, os.W_OK):
@@ -281,13 +283,7 @@ def _make_fit(path: str, name: str) -> tuple[str, ...]:
         strangers = sorted(owners - {os.geteuid()})
     except OSError as error:
         raise MountError(f"cannot use the store {name}: {_reason(error)}") from error
-    strange = [entry.name for entry in entries if not _ENTRIES.fullmatch(entry.name)]
-    if strange and purpose_of(path) is None:
-        some = ", ".join(strange[:3]) + (", ..." if len(strange) > 3 else "")
-        raise MountError(
-            f"the store {name} holds other files already ({some}): a store keeps contents under names "
-            "of its own; take an empty or a new directory (and copy the files into the mount)"
-        )
+    refuse_strange_files(path, name, _ENTRIES)
     if strangers:
         raise MountError(
             f"the store {name}, or what is in it, belongs to user {strangers[0]}, who could change it; "
@@ -297,6 +293,17 @@ def _make_fit(path: str, name: str) -> tuple[str, ...]:
         os.chmod(path, stat.S_IMODE(status.st_mode) & ~0o022)
         return (f"other users could write to the store {name}; they cannot any more",)
     return ()
+
+
+def refuse_strange_files(path: str, name: str, own: re.Pattern[str]) -> None:
+    """Raise MountError if a directory that is no store yet holds other files than `own` ones."""
+    strange = sorted(entry for entry in os.listdir(path) if not own.fullmatch(entry))
+    if strange and purpose_of(path) is None:
+        some = ", ".join(strange[:3]) + (", ..." if len(strange) > 3 else "")
+        raise MountError(
+            f"the store {name} holds other files already ({some}): a store keeps contents under names "
+            "of its own; take an empty or a new directory (and copy the files into the mount)"
+        )
 
 
 def purpose_of(path: str) -> Purpose | None:
@@ -349,11 +356,8 @@ def empty_cache(path: str) -> None:
 def default_store_path(mountpoint: str) -> str | None:
     """Return the path of the default store of a mountpoint, if there is one."""
     name = store_name(mountpoint)
-    for parent in (TMPFS_ROOT, _shm_directory()):
-        path = os.path.join(parent, name)
-        if os.path.isdir(path):
-            return path
-    return None
+    paths = (os.path.join(parent, name) for parent in (TMPFS_ROOT, _shm_directory()))
+    return next(filter(os.path.isdir, paths), None)
 
 
 def discard_given_store(directory: str) -> None:

@@ -15,13 +15,11 @@ USED_INODES: Final = b"user.irdmafs.quota_used_inodes"
 _REPORTED_MAX = 32
 
 
-async def refuse_setting(uid: int, pid: int, processes: Processes) -> None:
-    """Raise OSError EPERM unless the caller may set and take quotas: root with CAP_SYS_ADMIN, or the user
-    whose own daemon this is. Root of a user namespace is another user here."""
-    if uid == os.geteuid() != 0:
-        return
-    if uid or not (await processes.credentials(pid)).has(CAP_SYS_ADMIN):
-        raise fail(errno.EPERM, "only root sets quotas")
+async def may_set(uid: int, pid: int, processes: Processes) -> bool:
+    """Return whether the caller may set and take quotas: root with CAP_SYS_ADMIN, or the user whose own
+    daemon this is. Root of a user namespace is another user here."""
+    is_ours = uid == os.geteuid() != 0
+    return is_ours or (not uid and (await processes.credentials(pid)).has(CAP_SYS_ADMIN))
 
 
 def used(namespace: Namespace, directory: int, name: bytes) -> bytes:

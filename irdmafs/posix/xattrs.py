@@ -57,10 +57,7 @@ NODES: Final = PREFIX + b"nodes"
 VERSION: Final = PREFIX + b"version"
 VERSIONS: Final = PREFIX + b"versions"
 
-_TELLING = {
-    *(CHANGES, TREE, STATUS, NODES, VERSION, VERSIONS, PREFETCH),
-    *(USED_BYTES, USED_INODES),
-}
+_TELLING = {CHANGES, TREE, STATUS, NODES, VERSION, VERSIONS, PREFETCH, USED_BYTES, USED_INODES}
 _OF_DIRECTORIES = {FOLLOW, ISOLATION, DRAFTS, AWAITS, AWAITS_TIMEOUT, *NAMES, *QUOTA_NAMES}
 # The attributes of array files (irdmafs.client), and those by which a directory rules everything below it.
 _KEPT = {PREFIX + b"dtype", PREFIX + b"shape", *_OF_DIRECTORIES}
@@ -113,9 +110,10 @@ class Xattrs(Part):
                     return
                 self._namespace.check_writable(found.ino)
                 _refuse_nonsense(found, name, value)
-                if name in QUOTA_NAMES:
-                    await quotas.refuse_setting(ctx.uid, ctx.pid, self._processes)
-                await self._store.prepare_attribute(found, name, value)
+                is_root = await quotas.may_set(ctx.uid, ctx.pid, self._processes)
+                if name in QUOTA_NAMES and not is_root:
+                    raise fail(errno.EPERM, "only root sets quotas")
+                await self._store.prepare_attribute(found, name, value, is_root)
         await self._namespace.set_xattr(found.ino, name, value, flags, drop_set_gid=drop_set_gid)
         self._metadata.refresh_several(found.ino)
         if name == AWAITS and self._cache.kernel.can_forget:
@@ -254,8 +252,8 @@ class Xattrs(Part):
     async def removexattr(self, inode: int, name: bytes, ctx: Caller) -> None:
         found = self._nodes.inode_of(inode)
         self._refuse_unknown_xattr(name)
-        if name in QUOTA_NAMES:
-            await quotas.refuse_setting(ctx.uid, ctx.pid, self._processes)
+        if name in QUOTA_NAMES and not await quotas.may_set(ctx.uid, ctx.pid, self._processes):
+            raise fail(errno.EPERM, "only root takes quotas")
         await self._namespace.remove_xattr(found.ino, name)
         self._metadata.refresh_several(found.ino)
 

@@ -499,6 +499,12 @@ def test_serve_refuses_what_cannot_work(cluster: Cluster, tmp_path: Path) -> Non
     assert "will not listen on 0.0.0.0 without credentials" in refused(*file, "--listen", "0.0.0.0")
     assert "weight must be more than 0" in refused(*file, "--weight", "0")
     assert "node.size: '3Q' is not a size" in refused(*file, "--size", "3Q")
+    (tmp_path / "s").mkdir()
+    (tmp_path / "s").chmod(0o755)
+    (tmp_path / "s" / "theirs").write_text("")
+    assert "holds other files already (theirs)" in refused(*file)
+    assert (tmp_path / "s").stat().st_mode & 0o777 == 0o755
+    (tmp_path / "s").rename(tmp_path / "directory")
     (tmp_path / "s").write_text("")
     assert "is not a directory" in refused(*file)
 

@@ -331,9 +331,7 @@ def test_manager_of_a_program_that_mounts_is_not_told_of_mount(place: Path, tmp_
         assert manager.is_told_nothing()
 
 
-def test_manager_is_told_when_a_node_serves_and_when_it_ends(
-    shared: OneNodeMount, tmp_path: Path
-) -> None:
+def test_manager_is_told_when_a_node_serves_and_ends(shared: OneNodeMount, tmp_path: Path) -> None:
     serve = ("serve", "-f", tmp_path / "store", "--cluster", config_of(shared))
     with Manager(str(tmp_path / "socket")) as manager:
         node = manager.start(*serve)

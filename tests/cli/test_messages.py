@@ -93,9 +93,7 @@ def test_a_store_that_a_detached_mount_still_serves_says_so(
     mounted.mount()
 
 
-def test_a_store_in_use_stays_and_names_the_mount_that_uses_it(
-    mounted: Mount, tmp_path: Path
-) -> None:
+def test_a_store_in_use_stays_and_names_the_mount_using_it(mounted: Mount, tmp_path: Path) -> None:
     line = one_line(irdmafs("mount", tmp_path, "--store", mounted.store))
     assert not os.path.ismount(tmp_path)
     assert mounted.status()["store"] == str(mounted.store)
@@ -202,6 +200,7 @@ def test_what_is_no_store_is_not_discarded(tmp_path: Path) -> None:
         ("status", ""),
         ("versions", ""),
         ("prefetch", ""),
+        ("watch", ""),
         ("serve", "", "--etcd", "127.0.0.1:1"),
     ],
     ids=" ".join,
@@ -321,9 +320,7 @@ def test_what_another_users_filesystem_says_is_not_believed(mounted: Mount, tmp_
     assert (store / "names").exists()
 
 
-def test_a_store_that_another_users_daemon_names_is_not_discarded(
-    mounted: Mount, tmp_path: Path
-) -> None:
+def test_a_store_named_by_anothers_daemon_is_not_discarded(mounted: Mount, tmp_path: Path) -> None:
     store = mounted.store
     mounted.unmount()
     with impostor(tmp_path, f'{{"store": "{store}", "pid": 1}}'):

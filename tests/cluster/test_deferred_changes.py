@@ -125,9 +125,7 @@ def test_others_use_a_directory_that_was_just_made_and_miss_one_that_was_just_re
     os.close(inside)
 
 
-def test_a_followed_directory_whose_removal_was_deferred_delays_nobody(
-    here: Path, there: Path
-) -> None:
+def test_a_followed_directory_that_is_removed_later_delays_nobody(here: Path, there: Path) -> None:
     """Another host has it open, and changes something where nobody follows."""
     os.setxattr(there, "user.irdmafs.follow", b"off")
     (there / "inside/removed").mkdir(parents=True)
@@ -215,6 +213,15 @@ def test_attributes_that_were_just_set_are_seen_by_whoever_looks(here: Path, the
     assert deferred(here) >= before + 4
 
 
+def test_directory_keeps_the_time_of_a_new_file_when_an_earlier_one_is_stored(here: Path) -> None:
+    claim_exclusively(here)
+    (here / "stored").touch()
+    with open(here / "kept", "wb"):
+        made = os.stat(here).st_mtime_ns
+        fsync(here)
+        assert os.stat(here).st_mtime_ns == made
+
+
 def test_large_attributes_do_not_come_together(here: Path, there: Path) -> None:
     for number in range(40):
         (here / f"{number}").touch()
@@ -253,9 +260,7 @@ def test_a_directory_is_removed_by_another_host_if_it_is_empty_by_then(
             there.rmdir()
 
 
-def test_a_file_that_another_host_has_open_is_published_without_its_name(
-    here: Path, there: Path
-) -> None:
+def test_a_file_open_on_another_host_is_published_without_its_name(here: Path, there: Path) -> None:
     (here / "file").write_bytes(b"first")
     with (there / "file").open("r+b") as file:
         claim_exclusively(here)
@@ -346,9 +351,7 @@ def test_what_was_changed_under_a_lock_survives_when_it_was_given_up(
     assert stat.S_IMODE((there / "changed").stat().st_mode) == 0o600
 
 
-def test_nothing_is_lost_when_etcd_is_away_for_longer_than_a_lease(
-    failing: Cluster, apart: Apart
-) -> None:
+def test_nothing_is_lost_while_etcd_is_away_beyond_a_lease(failing: Cluster, apart: Apart) -> None:
     holder, here, there = apart
     claim_exclusively(here)
     (member,) = failing.etcd.members
@@ -416,9 +419,7 @@ def test_a_mount_that_comes_back_shows_what_others_made_of_its_lost_changes(
     (here / "folder").mkdir()
 
 
-def test_a_directory_that_another_host_uses_meanwhile_is_not_removed(
-    failing: Cluster, apart: Apart
-) -> None:
+def test_a_directory_that_another_host_uses_is_not_removed(failing: Cluster, apart: Apart) -> None:
     holder, here, there = apart
     for name in ("used", "unused"):
         (here / name).mkdir()
@@ -442,9 +443,7 @@ def test_a_directory_that_another_host_uses_meanwhile_is_not_removed(
     (here / "used").rmdir()
 
 
-def test_directories_of_a_mount_that_was_cut_off_are_stored_later(
-    failing: Cluster, apart: Apart
-) -> None:
+def test_directories_of_a_mount_cut_off_are_stored_later(failing: Cluster, apart: Apart) -> None:
     holder, here, there = apart
     for number in range(5):
         (here / f"old{number}").mkdir()

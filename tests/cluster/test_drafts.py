@@ -47,9 +47,7 @@ def waiting(place: Path) -> int:
 
 
 @pytest.mark.parametrize("followed", [False, True])
-def test_many_files_cost_few_transactions_and_messages(
-    here: Path, there: Path, followed: bool
-) -> None:
+def test_many_files_cost_few_commits_and_messages(here: Path, there: Path, followed: bool) -> None:
     """`followed`: by a host that looks often for what is to come."""
     if followed:
         often(lambda: (there / "final").exists())
@@ -67,9 +65,7 @@ def test_many_files_cost_few_transactions_and_messages(
     assert contents(there / "final") == made
 
 
-def test_each_file_that_was_closed_is_seen_by_every_look_of_another_host(
-    here: Path, there: Path
-) -> None:
+def test_each_closed_file_is_seen_by_every_look_of_another_host(here: Path, there: Path) -> None:
     (here / "a.tmp").mkdir()
     for number in range(20):
         name, data = f"{number}", pattern(number, 1 + 5_000 * number)
@@ -144,9 +140,7 @@ def test_a_file_that_is_locked_is_stored(here: Path, there: Path) -> None:
                 fcntl.flock(other, fcntl.LOCK_EX | fcntl.LOCK_NB)
 
 
-def test_a_file_that_leaves_the_draft_or_gets_another_name_is_stored(
-    here: Path, there: Path
-) -> None:
+def test_a_file_that_leaves_the_draft_or_gets_a_new_name_is_stored(here: Path, there: Path) -> None:
     (here / "a.tmp").mkdir()
     for number in range(3):
         (here / "a.tmp" / f"{number}").write_bytes(b"%d" % number)
@@ -180,8 +174,16 @@ def test_nothing_is_put_off_below_a_quota(here: Path, there: Path) -> None:
         written(here / "limited" / "a.tmp", 40)
 
 
+def test_times_stay_while_files_are_stored(here: Path) -> None:
+    (here / "a.tmp").mkdir()
+    written(here / "a.tmp", 250, 100_000)
+    before = {file: file.stat().st_ctime_ns for file in (here / "a.tmp").iterdir()}
+    while waiting(here):
+        assert {file: file.stat().st_ctime_ns for file in before} == before
+
+
 def test_a_pattern_is_of_names(here: Path) -> None:
-    for wrong in (b"", b" ", b"a/b"):
+    for wrong in (b"", b" ", b"a/b", b"*.tmp " * 50):
         with fails_with(errno.EINVAL):
             os.setxattr(here, "user.irdmafs.drafts", wrong)
 
@@ -261,3 +263,16 @@ def test_a_directory_appears_whole_and_replaces_another(here: Path, there: Path)
         raise ZeroDivisionError
     assert contents(there / "model") == made
     assert os.listdir(there) == ["model"]
+    with draft(here / ("n" * 255)):
+        pass
+    assert (there / ("n" * 255)).is_dir()
+
+
+@pytest.mark.parametrize("path", ["", ".", "..", "other/.."])
+def test_a_path_needs_a_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, path: str) -> None:
+    here = tmp_path / "above" / "here"
+    (here / "other").mkdir(parents=True)
+    monkeypatch.chdir(here)
+    with fails_with(errno.EINVAL), draft(path):
+        pass
+    assert os.listdir(here) == ["other"]

@@ -252,9 +252,7 @@ def test_attributes_of_a_file_show_by_all_its_names(two: list[Path]) -> None:
         assert os.stat(other / "b/file").st_nlink == 2
 
 
-def test_a_directory_that_moves_takes_what_is_below_it_along(
-    cluster: Cluster, here: Path, there: Path
-) -> None:
+def test_a_moved_directory_takes_all_below_along(cluster: Cluster, here: Path, there: Path) -> None:
     """Where it goes nobody follows it, so that who changes something there waits for nobody."""
     third = cluster.mounts[2].path
     (here / "followed").mkdir()
@@ -349,9 +347,7 @@ def test_a_file_that_is_removed_as_soon_as_it_is_made_is_gone_for_its_maker(
         assert not exists(other / f"file{i}")
 
 
-def test_a_name_that_was_changed_here_is_believed_no_longer_than_any_other(
-    believing: list[Path],
-) -> None:
+def test_a_name_changed_here_is_believed_no_longer_than_any_other(believing: list[Path]) -> None:
     one, other = believing
     for i in range(ROUNDS):
         (other / "file").write_bytes(b"x")
@@ -411,9 +407,7 @@ def test_a_stopped_mount_does_not_let_its_kernel_believe_longer_than_its_session
     assert exists(other / "renamed")
 
 
-def test_a_followed_directory_that_others_write_all_the_time_is_given_up(
-    here: Path, there: Path
-) -> None:
+def test_a_followed_directory_that_others_always_write_is_given_up(here: Path, there: Path) -> None:
     (here / "file").touch()
     believe(there / "file")
     followed = counters(there)["followed_directories"]
@@ -551,9 +545,7 @@ def test_killing_a_daemon_ends_the_calls_of_a_directory_that_two_hosts_change(
         assert changer.wait(30) in (errno.ENOTCONN, errno.ECONNABORTED)
 
 
-def test_a_program_that_stands_in_a_directory_still_knows_where(
-    two: list[Path], process: TakeProcess
-) -> None:
+def test_a_program_in_a_directory_still_knows_where(two: list[Path], process: TakeProcess) -> None:
     here, there = two
     (here / "folder").mkdir()
     standing = process()

@@ -67,9 +67,7 @@ def is_usable(directory: Path) -> bool:
     return os.listdir(directory) == ["file"]
 
 
-def test_rename_onto_a_directory_that_is_elsewhere_by_now(
-    cluster: Cluster, here: Path, there: Path
-) -> None:
+def test_rename_onto_a_directory_that_has_moved(cluster: Cluster, here: Path, there: Path) -> None:
     with doing(cluster, lambda: os.rename(there / "other", there / "known")):
         os.rename(here / "known", here / "moved")
     assert sorted(os.listdir(there)) == ["known", "moved"]
@@ -77,9 +75,7 @@ def test_rename_onto_a_directory_that_is_elsewhere_by_now(
     assert is_usable(there / "known")
 
 
-def test_rmdir_of_a_directory_that_is_elsewhere_by_now(
-    cluster: Cluster, here: Path, there: Path
-) -> None:
+def test_rmdir_of_a_directory_that_has_moved(cluster: Cluster, here: Path, there: Path) -> None:
     with doing(cluster, lambda: os.rmdir(there / "known")):
         os.rename(here / "known", here / "moved")
         os.rename(here / "other", here / "known")
@@ -87,9 +83,7 @@ def test_rmdir_of_a_directory_that_is_elsewhere_by_now(
     assert is_usable(there / "moved")
 
 
-def test_rename_of_a_directory_that_is_elsewhere_by_now(
-    cluster: Cluster, here: Path, there: Path
-) -> None:
+def test_rename_of_a_directory_that_has_moved(cluster: Cluster, here: Path, there: Path) -> None:
     with doing(cluster, lambda: os.rename(there / "known", there / "renamed")):
         os.rename(here / "known", here / "moved")
         os.rename(here / "other", here / "known")

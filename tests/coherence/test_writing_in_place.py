@@ -58,9 +58,7 @@ def test_another_host_never_reads_an_empty_file_that_was_renamed_before_it_was_c
     assert reader.result() <= set(range(1, 21))
 
 
-def test_stores_through_a_mapping_that_stays_reach_other_hosts(
-    pair: list[Path], writer: Process
-) -> None:
+def test_stores_through_a_lasting_map_reach_other_hosts(pair: list[Path], writer: Process) -> None:
     here, there = pair[0] / "file", pair[1] / "file"
     here.write_bytes(bytes(100_000))
     writer.do("fd = os.open(file, os.O_RDWR); m = mmap.mmap(fd, 100_000)", file=str(here))

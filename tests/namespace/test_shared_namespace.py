@@ -33,9 +33,7 @@ from irdmafs.backend.namespace import RENAME_NOREPLACE, ROOT_INO, Inode, Namespa
 # -- what one host does, the others see --------------------------------------------------------------
 
 
-async def test_an_error_is_given_only_when_it_holds_after_all_that_happened_before(
-    keys: EtcdKeys,
-) -> None:
+async def test_an_error_is_given_only_if_it_holds_after_all_before(keys: EtcdKeys) -> None:
     """Right after another host's call returned, whether or not the watch has told of it here."""
     async with hosts(keys, 2) as (here, there):
         for number in range(30):
@@ -198,9 +196,7 @@ async def test_a_removed_file_that_two_hosts_hold_gets_names_again(keys: EtcdKey
 # -- publishing --------------------------------------------------------------------------------------
 
 
-async def test_publishes_of_one_file_at_once_are_all_versions_one_after_the_other(
-    keys: EtcdKeys,
-) -> None:
+async def test_publishes_of_one_file_at_once_are_versions_one_by_one(keys: EtcdKeys) -> None:
     async with hosts(keys, 4) as namespaces:
         file = await namespaces[0].create(ROOT_INO, b"file", FILE, 0, 0)
         for namespace in namespaces:

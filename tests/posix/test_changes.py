@@ -274,9 +274,7 @@ def test_a_directory_is_forgotten_when_nobody_asks_for_it(monkeypatch: pytest.Mo
     assert table.count(ROOT_INO) > before + 1
 
 
-def test_the_table_forgets_the_directories_asked_for_longest_ago(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_the_table_forgets_directories_asked_for_long_ago(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(watches, "_WATCHED_MAX", 2)
     table = table_of(lambda ino: ())
     first, second = table.count(1), table.count(2)

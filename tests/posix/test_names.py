@@ -275,9 +275,7 @@ def test_names_that_stay_are_listed_once_while_others_come_and_go(
     assert set(os.listdir(folder)) == stay | {f"new{n}" for n in range(100)}
 
 
-def test_listing_goes_on_behind_many_names_that_were_removed_meanwhile(
-    folder: Path, session: str
-) -> None:
+def test_listing_goes_on_behind_many_names_just_removed(folder: Path, session: str) -> None:
     if session != "kernel":
         pytest.skip("listed by the same code in every session, and slow to fill")
     # In the order in which they are listed; who lists them first does so here.

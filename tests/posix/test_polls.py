@@ -112,9 +112,7 @@ def test_the_kernel_looks_a_name_up_again_when_somebody_is_told(
         assert bool(counted["LOOKUP"]) is looks_up
 
 
-def test_who_is_told_opens_what_it_was_told_of(
-    folder: Path, reader: Process, writer: Process
-) -> None:
+def test_who_is_told_opens_what_was_told(folder: Path, reader: Process, writer: Process) -> None:
     file, aside = folder / "file", folder / "aside"
     file.write_bytes(b"0")
     opened(reader, file)

@@ -57,9 +57,7 @@ def test_a_close_publishes_while_a_timer_ticks(cluster: Cluster, ticking: list[i
     assert ticking
 
 
-def test_changes_of_names_are_made_once_while_a_timer_ticks(
-    cluster: Cluster, ticking: list[int]
-) -> None:
+def test_names_change_once_while_a_timer_ticks(cluster: Cluster, ticking: list[int]) -> None:
     top = cluster.mounts[0].path / "names"
     for number in range(30):
         top.mkdir()

@@ -154,9 +154,7 @@ def test_a_full_store_is_unmounted_in_order(new_mount: NewMount) -> None:
 
 
 @pytest.mark.kernel_session("pyfuse3 reports a refused write by write(2) alone")
-def test_versions_stay_if_room_comes_between_a_refused_write_and_the_close(
-    new_mount: NewMount,
-) -> None:
+def test_versions_stay_if_room_comes_between_refused_write_and_close(new_mount: NewMount) -> None:
     top = new_mount(store_size="24m").path
     paths = [top / name for name in ("one", "two", "three")]
     for path in paths:

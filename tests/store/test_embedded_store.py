@@ -341,9 +341,7 @@ def test_a_store_serves_one_process_and_is_free_when_that_dies(tmp_path: Path) -
             pass
 
 
-def test_a_store_that_cannot_be_loaded_is_left_unlocked_and_closed(
-    tmp_path: Path, in_memory: None
-) -> None:
+def test_an_unloadable_store_is_left_unlocked_and_closed(tmp_path: Path, in_memory: None) -> None:
     with Store(tmp_path) as store:
         make_file_of(store, b"file", b"one")
         store.namespace.tree.records.put(b"i" + (2).to_bytes(8, "big"), b"garbage")

@@ -102,8 +102,8 @@ class Layouts:
             "in_sync": node in config.in_sync,
         }
 
-    async def prepare_attribute(self, inode: Inode, name: bytes, value: bytes) -> None:
-        """Make a placement rule that is about to be set known to the cluster. Raises OSError."""
+    async def prepare_attribute(self, inode: Inode, name: bytes, value: bytes, root: bool) -> None:
+        """Make a new placement rule known. Raises OSError; ENOSPC for users before root: rules stay."""
         if name == attributes.REPLICAS and int(value) > (up := len(self._members.candidates())):
             log.warning(
                 "%s: %d replicas are wanted, and %d store nodes are up: what is created there has fewer "
@@ -115,8 +115,7 @@ class Layouts:
         await detach()
         rule = parse_policy(value.decode("ascii", errors="replace")).rule
         while rule and rule not in self._members.policies.values():
-            number = policy_id(rule, self._members.policies)
-            key = policy_key(number)
+            key = policy_key(policy_id(rule, self._members.policies, is_root=root))
             await self._cluster.replica.attempt([(key, 0)], [Put(key, rule.encode())])
 
     # -- the groups ------------------------------------------------------------------------------
