@@ -10,7 +10,7 @@ etcd, a node applying one revision, a node sealing an extent. All else happens i
 * Decisions are taken on the decider's view, which may lag behind etcd by any number of revisions.
 
 The transitions of the configuration are backend.groups', not copies of them. `Rules` names what the
-protocol demands; taking one away must lead to a state that breaks an invariant (test_replication_protocol).
+protocol demands; taking one away must lead to a state that breaks an invariant (test_protocols.py).
 """
 
 from collections.abc import Iterator
@@ -23,6 +23,7 @@ from harness.models.replication_state import (
     DAMAGED,
     DOWN,
     EMPTY,
+    EVENTS,
     EXPIRY,
     GAVE_UP,
     GONE,
@@ -768,3 +769,62 @@ class Model(Machine[State]):
         size = self.bounds.contents
         low = (1 << size) - 1
         return contents >> size | (contents & low) << size
+
+
+# Visited completely in little time.
+KEPT = {
+    "two writers while the group changes": Bounds(epochs=3, events=0),
+    "two writers and any one event": Bounds(epochs=2, events=1),
+}
+# Together some seconds on one core; each is visited completely.
+BOUNDED = {
+    "late data, late promotions and any one event": Bounds(
+        writers=1, events=1, late_puts=True, late_promotions=True
+    ),
+    "data arrives slowly, and a node or a session dies": Bounds(
+        writers=1, events=1, torn=True, kinds=(CRASH, DAMAGE, EXPIRY)
+    ),
+    "a node keeps for a while what it had as a member": Bounds(
+        writers=1, events=1, leftovers=True, torn=True, kinds=(CRASH, DAMAGE)
+    ),
+    "a writer with a second session": Bounds(
+        writers=1, contents=2, epochs=2, events=2, kinds=(EXPIRY, LOSS), late_puts=True
+    ),
+}
+# Half a minute, together.
+LARGE = {
+    "two writers, changes and any one event": Bounds(epochs=3, events=1),
+    "the members in sync are given up after a change": Bounds(
+        writers=1, epochs=4, events=2, kinds=(CRASH, REMOVAL)
+    ),
+    "any two events, of which one may be that the members in sync are given up": Bounds(
+        writers=1, epochs=3, events=2, kinds=(*EVENTS, REMOVAL), late_puts=True
+    ),
+    "the members in sync are given up under two writers": Bounds(
+        epochs=3, events=2, kinds=(CRASH, REMOVAL)
+    ),
+    "a member leaves, comes back and leaves": Bounds(writers=1, epochs=4, events=1),
+}
+# Which of the rules is needed where.
+NEEDED = {
+    "commit_compares_configuration": Bounds(writers=1, events=0),
+    "commit_compares_session": Bounds(writers=1, epochs=1, kinds=(EXPIRY,)),
+    "writer_includes_joining": Bounds(writers=1, events=0),
+    "acknowledgement_is_of_one_configuration": Bounds(writers=1, epochs=3, kinds=(DAMAGE,)),
+    "abort_only_when_not_committing": Bounds(writers=1, epochs=1, kinds=(ABORT,)),
+    "node_waits_for_newer_configuration": Bounds(writers=1, epochs=3, events=0),
+    "node_serves_only_sealed": Bounds(writers=1, events=0, torn=True),
+    "change_compares_configuration": Bounds(writers=1, events=0),
+    "last_in_sync_stays": Bounds(writers=1, events=0),
+    "promotion_compares_contents": Bounds(writers=1, events=0),
+    "promotion_looks_at_its_own_revision": Bounds(writers=1, events=0),
+    "restart_verifies": Bounds(writers=1, kinds=(DAMAGE,)),
+    "restart_refences": Bounds(writers=1, kinds=(DAMAGE,)),
+    "restart_keeps_pending": Bounds(writers=1, kinds=(CRASH,)),
+    "pending_lives_with_its_session": Bounds(writers=1, events=0),
+    "old_version_stays_until_superseded": Bounds(epochs=1, events=0),
+    "pin_compares_version": Bounds(epochs=1, kinds=(PIN,)),
+    "pinned_stays": Bounds(epochs=1, kinds=(PIN,)),
+    "group_is_fenced_before_it_is_emptied": Bounds(writers=1, events=2, kinds=(CRASH, REMOVAL)),
+    "group_is_emptied_when_nothing_is_named": Bounds(writers=1, kinds=(REMOVAL,)),
+}
