@@ -26,7 +26,6 @@ OF_CONFLICTS = ("ESTALE",)
 # IRDMAFS_FAULTS asks for more.
 FAULTS = 6
 ASKED = int(os.environ.get("IRDMAFS_FAULTS") or 0)
-RECOVERY_S = 90.0
 # A writer that has what it takes (reachability.py) writes again within so many leases.
 GAP_LEASES = 5
 
@@ -46,9 +45,6 @@ def _run(plan: Plan, count: int) -> None:
             faults = Faults(cluster, seed, int(os.environ.get("IRDMAFS_AT_ONCE") or AT_ONCE))
             try:
                 faults.run(count)
-                cluster.heal_all()
-                _wait_mounted(cluster)
-                cluster.wait_healthy(RECOVERY_S)
                 workers.stop()
                 workers.final_reads()
             finally:
@@ -73,11 +69,6 @@ def _run(plan: Plan, count: int) -> None:
 def _may_fail(operation: Operation) -> bool:
     in_place = operation.kind in ("write", "create")
     return operation.detail in (*OF_FAULTS, *(OF_CONFLICTS if in_place else ()))
-
-
-def _wait_mounted(cluster: Cluster) -> None:
-    for mount in cluster.mounts:
-        mount.wait_ready()
 
 
 def _report(faults: Faults, operations: list[Operation]) -> None:
