@@ -40,7 +40,7 @@ def _run(plan: Plan, count: int) -> None:
         logs = cluster.directory / "history"
         with (
             Workers(folders, logs, seed=seed, largest_bytes=4 * MIB) as workers,
-            Lookouts(cluster, logs),
+            Lookouts(cluster) as lookouts,
         ):
             faults = Faults(cluster, seed, int(os.environ.get("IRDMAFS_AT_ONCE") or AT_ONCE))
             try:
@@ -50,7 +50,7 @@ def _run(plan: Plan, count: int) -> None:
             finally:
                 operations = workers.operations()
                 _report(faults, operations)
-                longest = _longest_gaps(faults, operations, logs)
+                longest = _longest_gaps(faults, operations, lookouts)
                 _keep(cluster, faults.history, operations)
         # A mount that opens many files of a directory follows it, so that it need not ask etcd.
         kept = with_deferred(faults.history, operations)
@@ -81,7 +81,7 @@ def _report(faults: Faults, operations: list[Operation]) -> None:
         print(f"slow: began {operation.began / 1e9:.3f}: {operation}")
 
 
-def _longest_gaps(faults: Faults, operations: list[Operation], logs: Path) -> list[Gap]:
+def _longest_gaps(faults: Faults, operations: list[Operation], lookouts: Lookouts) -> list[Gap]:
     """Return, for each writer, the time without a successful write in which it had longest what that takes.
     Print the longest times."""
     ends: dict[tuple[str, int], list[int]] = defaultdict(list)
@@ -91,7 +91,7 @@ def _longest_gaps(faults: Faults, operations: list[Operation], logs: Path) -> li
     found = []
     for (host, worker), successes in sorted(ends.items()):
         all_gaps = gaps(
-            sorted(successes), logs / f"{host}.looks", partial(can_write, faults.history, host)
+            sorted(successes), lookouts.looks[host], partial(can_write, faults.history, host)
         )
         by_clear = sorted(all_gaps, key=lambda gap: -gap.clear)
         by_time = sorted(all_gaps, key=lambda gap: gap.began - gap.ended)
