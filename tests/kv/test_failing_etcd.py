@@ -565,7 +565,7 @@ class TestRefusal:
         def authority(name: str) -> tuple[str, Credentials]:
             directory = str(tmp_path / name)
             os.mkdir(directory)
-            make_ca(directory, name)
+            make_ca(directory, "of the same name")
             return directory, issue(directory, "admin", "admin")
 
         (directory, admin), (_, stranger) = authority("ours"), authority("others")

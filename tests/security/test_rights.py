@@ -3,7 +3,6 @@
 import errno
 import itertools
 from collections.abc import Awaitable, Sequence
-from pathlib import Path
 
 import pytest
 import trio
@@ -19,14 +18,12 @@ from harness.secure_cluster import (
 
 from irdmafs.backend.cluster.etcd_rights import own_ranges, shared_ranges
 from irdmafs.backend.cluster.lease import MOUNT, Session
-from irdmafs.backend.etcd.client import DirectClient
 from irdmafs.backend.etcd.engine import EtcdEngine
 from irdmafs.backend.etcd.rpc import RpcError
 from irdmafs.backend.kv import Delete, Put
 from irdmafs.backend.model.lock_claims import guard_key
 from irdmafs.backend.model.records import MountRecord, key_of, pin_key, policy_key, pool_key
 from irdmafs.backend.namespace.inode import FIRST_VIRTUAL_INO, inode_key, name_key
-from irdmafs.backend.trust.authority import issue, make_ca
 from irdmafs.backend.trust.security import Role
 
 PLAN = ONLY_ETCD
@@ -133,18 +130,3 @@ async def test_nobody_gives_himself_rights(cluster: Cluster, role: Role) -> None
 async def test_the_keys_of_others_in_the_same_etcd_are_not_read(cluster: Cluster) -> None:
     async with cluster.engine("mount") as engine:
         assert await refused(engine.admin.has_others())
-
-
-async def test_who_has_no_certificate_or_another_cluster_s_stays_out(
-    cluster: Cluster, tmp_path: Path
-) -> None:
-    make_ca(str(tmp_path), "default")
-    stranger = issue(str(tmp_path), "mount", "mount")
-    prefix = b"/irdmafs/default/"
-    ca = str(cluster.config_directory / "ca.pem")
-    for cert, key in ((None, None), (stranger.cert, stranger.key)):
-        client = DirectClient([cluster.etcd.endpoint], ca=ca, cert=cert, key=key)
-        engine = EtcdEngine((), prefix, client=client, timeout_s=1)
-        with pytest.raises(OSError):
-            await engine.open()
-        await engine.close()
