@@ -214,8 +214,9 @@ def test_an_open_never_gets_what_was_moved_away_before_it(cluster: Cluster) -> N
     """An earlier open of the thread, of a file of that name, was led elsewhere."""
     writer, reader = cluster.mounts
     for name in ("here", "there"):
-        (writer.path / name).mkdir()
-        os.setxattr(writer.path / name, "user.irdmafs.follow", b"off")
+        # The writer gets no claim then, for which the reader would follow what it looks at.
+        (reader.path / name).mkdir()
+        os.setxattr(reader.path / name, "user.irdmafs.follow", b"off")
         (writer.path / name / "file").write_bytes(pattern(1, SIZE))
     with ThreadPoolExecutor(1) as programs:
         for version, name in itertools.product(range(2, 16), ("here", "there")):
