@@ -15,6 +15,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
+from harness.closing import descriptor
 from harness.clusters import MIB, Cluster, Plan
 from harness.mountpoint import eventually
 from harness.patterns import pattern, version_of
@@ -189,18 +190,26 @@ def is_coming_in(cache: Path, size: int) -> bool:
 def test_a_directory_that_was_made_anew_is_listed_as_it_is_now(cluster: Cluster) -> None:
     """By a host that hears of it and is asked for it at the same time."""
     writer, reader = cluster.mounts
-    names = [f"anew{number}" for number in range(LISTINGS)]
-    with ThreadPoolExecutor(LISTINGS) as programs:
+    here = writer.path / "anew"
+    # The writer gets no claims there, for which the reader would follow what it looks at.
+    (reader.path / "anew").mkdir()
+    os.setxattr(reader.path / "anew", "user.irdmafs.follow", b"off")
+    names = [*map(str, range(LISTINGS))]
+    with (
+        ThreadPoolExecutor(LISTINGS) as programs,
+        descriptor(os.open(reader.path / "anew", os.O_PATH)) as opened,
+    ):
+        there = Path(f"/proc/self/fd/{opened}")
         for name in names:
-            (writer.path / name / "first").mkdir(parents=True)
-            assert os.listdir(reader.path / name) == ["first"]
+            (here / name / "first").mkdir(parents=True)
+            assert os.listdir(there / name) == ["first"]
         reader.pause()
         try:
             for name in names:
-                (writer.path / name / "first").rmdir()
-                (writer.path / name).rmdir()
-                (writer.path / name / "second").mkdir(parents=True)
-            listings = [programs.submit(os.listdir, reader.path / name) for name in names]
+                (here / name / "first").rmdir()
+                (here / name).rmdir()
+                (here / name / "second").mkdir(parents=True)
+            listings = [programs.submit(os.listdir, there / name) for name in names]
         finally:
             reader.resume()
         assert [listing.result() for listing in listings] == [["second"]] * LISTINGS
