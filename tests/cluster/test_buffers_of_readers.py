@@ -13,6 +13,7 @@ import trio
 import trio.testing
 from harness.beside import repeating
 from harness.clusters import LONG_LEASE_S, MIB, Cluster, ClusterMount, Plan, counters, run_irdmafs
+from harness.daemons import paused
 from harness.errors import fails_with
 from harness.mountpoint import eventually
 from harness.patterns import pattern, version_of
@@ -235,7 +236,7 @@ def test_a_reader_that_is_killed_while_nodes_are_silent_leaves_nothing(
     (here / "file").write_bytes(new_content(3 * MIB))
     with Process() as process:
         process.do("from irdmafs import client\nbuffer = client.Buffer(4 << 20)")
-        with cluster.silent_nodes():
+        with paused(*cluster.nodes):
             process.start("buffer.fill(path)", path=str(there / "file"))
             eventually(lambda: counters(there)["lent_buffers"] == 1, "the mount has the buffer")
             process.kill()

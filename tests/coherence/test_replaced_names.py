@@ -17,6 +17,7 @@ from pathlib import Path
 import pytest
 from harness.closing import descriptor
 from harness.clusters import MIB, Cluster, Plan
+from harness.daemons import paused
 from harness.mountpoint import eventually
 from harness.patterns import pattern, version_of
 
@@ -203,15 +204,12 @@ def test_a_directory_that_was_made_anew_is_listed_as_it_is_now(cluster: Cluster)
         for name in names:
             (here / name / "first").mkdir(parents=True)
             assert os.listdir(there / name) == ["first"]
-        reader.pause()
-        try:
+        with paused(reader):
             for name in names:
                 (here / name / "first").rmdir()
                 (here / name).rmdir()
                 (here / name / "second").mkdir(parents=True)
             listings = [programs.submit(os.listdir, there / name) for name in names]
-        finally:
-            reader.resume()
         assert [listing.result() for listing in listings] == [["second"]] * LISTINGS
 
 
@@ -226,14 +224,11 @@ def test_an_open_never_gets_what_was_moved_away_before_it(cluster: Cluster) -> N
     with ThreadPoolExecutor(1) as programs:
         for version, name in itertools.product(range(2, 16), ("here", "there")):
             folder = writer.path / name
-            reader.pause()
-            try:
+            with paused(reader):
                 (folder / "new").write_bytes(pattern(version, SIZE))
                 os.replace(folder / "file", folder / "old")
                 os.replace(folder / "new", folder / "file")
                 reading = programs.submit((reader.path / name / "file").read_bytes)
-            finally:
-                reader.resume()
             assert version_of(reading.result()) == version
 
 
