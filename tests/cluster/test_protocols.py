@@ -5,7 +5,7 @@ from types import ModuleType
 from typing import Any
 
 import pytest
-from harness.models import claims, deferring, locks, replication, replication_state, training
+from harness.models import claims, deferring, locks, replication, training
 from harness.models.explorer import Broken, explore
 from harness.models.locks import Bounds, Model, Rules, State
 
@@ -66,8 +66,8 @@ def test_every_rule_is_tried() -> None:
 
 
 def test_fencing_at_nodes_is_for_speed_and_not_for_safety() -> None:
-    rules = replication_state.Rules(node_fences_older_configuration=False)
-    bounds = replication_state.Bounds(writers=1, events=0)
+    rules = replication.Rules(node_fences_older_configuration=False)
+    bounds = replication.Bounds(writers=1, events=0)
     assert explore(replication.Model(bounds, rules)).complete
 
 
