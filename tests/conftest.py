@@ -23,7 +23,8 @@ from harness.etcd_server import EtcdKeys, EtcdServer, end_shared_etcd, new_prefi
 from harness.forks import end_forking, fork_commands
 from harness.guest.kernel import cache_directory, is_at_hand
 from harness.guest_tests import GuestTests, starts_guest
-from harness.mountpoint import IRDMAFS, Mount, living, run_checked
+from harness.mountpoint import IRDMAFS, Mount, living
+from harness.network import run as run_checked
 from harness.processes import NOBODY, Process, TakeProcess
 from harness.programs import breakable
 from harness.roce import find_ways

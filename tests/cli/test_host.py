@@ -17,7 +17,8 @@ from harness import forks
 from harness.closing import Closing
 from harness.cluster_mount import OneNodeMount
 from harness.mount_namespaces import in_new_mount_namespace
-from harness.mountpoint import IRDMAFS, needs_fuse, run_checked
+from harness.mountpoint import IRDMAFS, needs_fuse
+from harness.network import run as run_checked
 from harness.processes import Program
 from test_careless import config_of, mounted, shared
 

@@ -12,7 +12,8 @@ from pathlib import Path
 
 import pytest
 from harness.changed_tree import Change, carry_out
-from harness.mountpoint import Mount, eventually, run_checked
+from harness.mountpoint import Mount, eventually
+from harness.network import run as run_checked
 from harness.patterns import pattern, version_of
 from harness.processes import Process
 from harness.seeds import chosen_seed

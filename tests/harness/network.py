@@ -25,7 +25,7 @@ from .fork_server import enter
 NETNS_DIRECTORY = Path("/run/netns")
 PREFIX = "irdmafs"
 HOSTS_MAX = 200
-COMMAND_TIMEOUT_S = 30.0
+COMMAND_TIMEOUT_S = 60.0
 # Frames as on networks made for this; the headers then take 1 % of a shaped rate and not 4 %.
 MTU = 9000
 
@@ -51,7 +51,7 @@ def run(
     check: bool = True,
     timeout_s: float = COMMAND_TIMEOUT_S,
 ) -> str:
-    """What a program prints. Raises CommandFailed, unless not `check`."""
+    """What a program prints. Raises CommandFailed with its output, unless not `check`."""
     words = [os.fspath(word) for word in command]
     try:
         done = subprocess.run(
@@ -67,7 +67,8 @@ def run(
     except (OSError, subprocess.TimeoutExpired) as error:
         raise CommandFailed(f"{' '.join(words)}: {error}") from None
     if check and done.returncode != 0:
-        raise CommandFailed(f"{' '.join(words)}: exit {done.returncode}: {done.stderr.strip()}")
+        said = (done.stdout + done.stderr).strip()
+        raise CommandFailed(f"{' '.join(words)}: exit {done.returncode}: {said}")
     return done.stdout
 
 
