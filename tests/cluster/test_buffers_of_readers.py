@@ -243,12 +243,12 @@ def test_a_reader_that_is_killed_while_nodes_are_silent_leaves_nothing(
             eventually(lambda: counters(there)["lent_buffers"] == 0, "it is given back")
 
 
-def memfd(size: int = MIB, seals: int = 0x2, allocate: bool = True) -> int:
+def memfd(seals: int = 0x2, allocate: bool = True) -> int:
     """F_SEAL_SHRINK is 2."""
     fd = os.memfd_create("lent", os.MFD_ALLOW_SEALING)
-    os.truncate(fd, size)
+    os.truncate(fd, MIB)
     if allocate:
-        os.posix_fallocate(fd, 0, size)
+        os.posix_fallocate(fd, 0, MIB)
     fcntl.fcntl(fd, fcntl.F_ADD_SEALS, seals)
     return fd
 

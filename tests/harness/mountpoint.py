@@ -98,12 +98,9 @@ class Mount(Closing):
         launcher: tuple[str, ...] = (),
         store_size: str | None = None,
         store: Path | None = None,
-        command: tuple[str, ...] = IRDMAFS,
     ) -> None:
-        """`store_size` puts the store on a tmpfs of that size (needs root); `store` is one that stays;
-        `command` mounts it in the place of `irdmafs`."""
+        """`store_size` puts the store on a tmpfs of that size (needs root); `store` is one that stays."""
         self.session = session
-        self.command = command
         self.arguments = arguments
         self.launcher = launcher
         self._top = scratch_directory()
@@ -124,7 +121,7 @@ class Mount(Closing):
     def try_mount(self) -> subprocess.CompletedProcess[str]:
         """Run the command; its exit status and output are for the caller to judge."""
         return self._run(
-            *self.command,
+            *IRDMAFS,
             *("mount", self.path, "--store", self.store, "--log-file", self.log),
             *("--session", self.session, *self.arguments),
         )
