@@ -23,7 +23,8 @@ from harness.etcd_server import EtcdKeys, EtcdServer, end_shared_etcd, new_prefi
 from harness.forks import end_forking, fork_commands
 from harness.guest.kernel import cache_directory, is_at_hand
 from harness.guest_tests import GuestTests, starts_guest
-from harness.mountpoint import IRDMAFS, Mount, living, run_checked
+from harness.mountpoint import Mount, living
+from harness.network import run as run_checked
 from harness.processes import NOBODY, Process, TakeProcess
 from harness.programs import breakable
 from harness.roce import find_ways
@@ -119,9 +120,7 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: "Producer") -> "Spre
     return Spread(config, log)
 
 
-def make_mount(
-    session: str, *arguments: str, store_size: str | None = None, command: tuple[str, ...] = IRDMAFS
-) -> Mount:
+def make_mount(session: str, *arguments: str, store_size: str | None = None) -> Mount:
     """A mount that is not mounted yet. Skips the test where the session cannot run."""
     if not os.path.exists("/dev/fuse"):
         pytest.skip("no /dev/fuse on this machine")
@@ -131,8 +130,8 @@ def make_mount(
         if store_size is not None:
             pytest.skip("mounting a small store needs root")
     if session == CLUSTER:
-        return OneNodeMount(arguments, store_size, command)
-    return Mount(session, arguments=arguments, command=command, store_size=store_size)
+        return OneNodeMount(arguments, store_size)
+    return Mount(session, arguments=arguments, store_size=store_size)
 
 
 def _skip_what_is_not_promised(item: pytest.Item, session: str) -> None:

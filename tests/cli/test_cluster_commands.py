@@ -16,7 +16,6 @@ from click.testing import CliRunner
 from harness.etcd_server import EtcdServer
 from harness.mountpoint import INTERRUPTED, IRDMAFS, eventually, irdmafs, one_line
 from harness.processes import Program, has_ended
-from harness.secure_cluster import SecureEtcd
 
 from irdmafs.backend.cluster import overview
 from irdmafs.backend.cluster.config import ClusterConfig
@@ -205,7 +204,7 @@ def test_init_makes_certificates_with_which_etcd_itself_runs(
     assert done.returncode == 0, done
     assert f"--cert-file={made}/etcd.pem" in done.stdout
     # Only etcd's port is not known before it starts.
-    with SecureEtcd(made) as server:
+    with EtcdServer(credentials=made) as server:
         file = made / "cluster.toml"
         file.write_text(file.read_text().replace(PORT_OF_NOBODY, server.endpoint))
         done = irdmafs(*arguments, "--etcd", server.endpoint)

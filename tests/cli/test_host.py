@@ -16,7 +16,8 @@ from click.testing import CliRunner
 from harness.closing import Closing
 from harness.cluster_mount import OneNodeMount
 from harness.mount_namespaces import in_new_mount_namespace
-from harness.mountpoint import irdmafs, needs_fuse, run_checked
+from harness.mountpoint import irdmafs, needs_fuse
+from harness.network import run as run_checked
 from harness.processes import Program
 from test_careless import config_of, mounted, shared
 from test_messages import place

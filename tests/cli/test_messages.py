@@ -22,8 +22,8 @@ from harness.mountpoint import (
     irdmafs,
     needs_fuse,
     one_line,
-    run_checked,
 )
+from harness.network import run as run_checked
 from harness.processes import AS_NOBODY_WHO_OPENS_ALL, Process, Program, has_ended
 from test_commands import mounted, own
 

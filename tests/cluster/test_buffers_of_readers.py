@@ -13,6 +13,7 @@ import trio
 import trio.testing
 from harness.beside import repeating
 from harness.clusters import LONG_LEASE_S, MIB, Cluster, ClusterMount, Plan, counters, run_irdmafs
+from harness.daemons import paused
 from harness.errors import fails_with
 from harness.mountpoint import eventually
 from harness.patterns import pattern, version_of
@@ -235,19 +236,19 @@ def test_a_reader_that_is_killed_while_nodes_are_silent_leaves_nothing(
     (here / "file").write_bytes(new_content(3 * MIB))
     with Process() as process:
         process.do("from irdmafs import client\nbuffer = client.Buffer(4 << 20)")
-        with cluster.silent_nodes():
+        with paused(*cluster.nodes):
             process.start("buffer.fill(path)", path=str(there / "file"))
             eventually(lambda: counters(there)["lent_buffers"] == 1, "the mount has the buffer")
             process.kill()
             eventually(lambda: counters(there)["lent_buffers"] == 0, "it is given back")
 
 
-def memfd(size: int = MIB, seals: int = 0x2, allocate: bool = True) -> int:
+def memfd(seals: int = 0x2, allocate: bool = True) -> int:
     """F_SEAL_SHRINK is 2."""
     fd = os.memfd_create("lent", os.MFD_ALLOW_SEALING)
-    os.truncate(fd, size)
+    os.truncate(fd, MIB)
     if allocate:
-        os.posix_fallocate(fd, 0, size)
+        os.posix_fallocate(fd, 0, MIB)
     fcntl.fcntl(fd, fcntl.F_ADD_SEALS, seals)
     return fd
 

@@ -11,6 +11,7 @@ import pytest
 import trio
 from harness.claims import claim, claimed
 from harness.clusters import Cluster, ClusterMount, Plan, counters
+from harness.daemons import paused
 from harness.errors import fails_with
 from harness.mountpoint import can_be_opened, eventually
 
@@ -156,11 +157,10 @@ def test_a_holder_that_is_dead_or_stopped_delays_others_for_a_lease(failing: Clu
         claim(holder.path / name)
     fd = make(holder.path / "stopped" / "file")
     os.write(fd, b"lost")
-    holder.pause()
-    write = make(other.path / "stopped" / "file")
-    os.write(write, b"content")
-    os.close(write)
-    holder.resume()
+    with paused(holder):
+        write = make(other.path / "stopped" / "file")
+        os.write(write, b"content")
+        os.close(write)
     with fails_with(errno.ESTALE):
         os.close(fd)
     for mount in (holder, other):
@@ -179,10 +179,9 @@ def test_file_whose_directory_another_host_has_claimed_since_is_published(failin
     claim(holder.path / "directory")
     fd = make(holder.path / "directory" / "file")
     os.write(fd, b"content")
-    holder.pause()
-    for number in range(5):
-        (other.path / "directory" / f"other{number}").write_bytes(b"content")
-    holder.resume()
+    with paused(holder):
+        for number in range(5):
+            (other.path / "directory" / f"other{number}").write_bytes(b"content")
     os.close(fd)
     for mount in (holder, other):
         assert (mount.path / "directory" / "file").read_bytes() == b"content"

@@ -25,6 +25,7 @@ from harness.clusters import (
     StoreNode,
     counters,
 )
+from harness.daemons import paused
 from harness.errors import fails_with
 from harness.mount_namespaces import in_new_mount_namespace
 from harness.mountpoint import eventually
@@ -223,14 +224,11 @@ def test_what_a_mapping_leaves_is_published_though_the_kernel_forgets_the_file(
     write(here / "file", pattern(1, MIB))
     mapped = Mapped(here / "file")
     known = mount.status()["nodes"]
-    etcd.pause()
-    try:
+    with paused(etcd):
         mapped.unmap()
         for _ in range(5):
             # The kernel drops what it knows of this mount then, and nothing of those of other tests.
             subprocess.run(["mount", "-i", "-o", "remount", mount.path], check=True)
-    finally:
-        etcd.resume()
     eventually(lambda: is_later(here / "file") and is_later(there / "file"), "it is published")
     assert mount.status()["nodes"] <= known
 
@@ -250,15 +248,12 @@ def test_what_a_mapping_leaves_is_read_while_it_is_published(
     eventually(asks_nobody, "the directory is followed")
     mapped = Mapped(here / "file")
     eventually(asks_nobody, "the directory is followed again")
-    etcd.pause()
-    try:
+    with paused(etcd):
         mapped.unmap()
         assert cluster.mounts[0].status()  # requests that can wait are not put off any longer
         for _ in range(3):
             assert is_later(here / "file")
             assert (here / "file").stat().st_size == MIB
-    finally:
-        etcd.resume()
     eventually(lambda: is_later(there / "file"), "it is published")
     assert is_later(here / "file")
 

@@ -19,6 +19,7 @@ import pytest
 from conftest import make_mount
 from harness.claims import often
 from harness.clusters import Cluster, ClusterMount, Plan, counters, status_at
+from harness.daemons import paused
 from harness.mountpoint import Mount, eventually
 from harness.processes import Program, TakeProcess
 
@@ -390,16 +391,13 @@ def test_a_stopped_mount_does_not_let_its_kernel_believe_longer_than_its_session
     (one / "file").write_bytes(b"x")
     looking, opening = process(), process()
     believe(other / "file")
-    follower.pause()
-    try:
+    with paused(follower):
         # Returns when the session of the other mount is over.
         (one / "file").rename(one / "renamed")
         looking.start("import os; os.path.exists(path)", path=str(other / "file"))
         opening.start("open(path)", path=str(other / "file"))
         assert not looking.finished(0.3)
         assert not opening.finished()
-    finally:
-        follower.resume()
     with pytest.raises(FileNotFoundError):
         opening.result()
     looking.result()

@@ -11,16 +11,16 @@ import os
 import random
 import subprocess
 import sys
-import time
 from collections import Counter, defaultdict
-from collections.abc import Callable
 from pathlib import Path
 from typing import NamedTuple
 
 import pytest
 from harness.clusters import Cluster, ClusterMount, Plan
 from harness.mountpoint import eventually
+from harness.seeds import chosen_seed
 from harness.storms import lock_counters
+from harness.storms.faults import Faults
 
 INCREMENTS = int(os.environ.get("IRDMAFS_INCREMENTS") or 100)
 BETWEEN_FAULTS = 50  # increments
@@ -123,65 +123,53 @@ def refused_without_a_holder(said: list[list[Line]]) -> list[Line]:
     ]
 
 
-class Storm:
-    def __init__(self, cluster: Cluster, programs: list[Programs], rng: random.Random) -> None:
-        self._cluster = cluster
+class LockFaults(Faults):
+    """Does harm to hosts and programs that count, one at a time, each time that they have counted on."""
+
+    lasts = pauses = (0.2, 2.5)
+
+    def __init__(self, cluster: Cluster, programs: list[Programs], seed: int) -> None:
+        super().__init__(cluster, seed)
         self._programs = programs
-        self._rng = rng
+        self._kinds = {
+            "kill mount": self._kill_mount,
+            "pause mount": lambda: self._pause("mount", cluster.mounts),
+            "isolate mount": lambda: self._isolate("mount", cluster.mounts),
+            "kill program": lambda: self._random.choice(programs).replace_one(),
+        }
 
     def acknowledged(self) -> int:
         return sum(programs.acknowledged() for programs in self._programs)
 
-    def rage(self, increments: int) -> Counter[str]:
-        """Return how often each fault happened, after so many increments."""
-        faults: dict[str, Callable[[ClusterMount, Programs], None]] = {
-            "mount killed": lambda mount, _: mount.restart(),
-            "mount stopped": self._stop,
-            "host cut off": self._cut_off,
-            "program killed": lambda _, programs: programs.replace_one(),
-        }
-        happened: Counter[str] = Counter()
-        while True:
-            before = self.acknowledged()
-            if before >= increments:
-                return happened
+    def run(self, count: int) -> None:
+        """Go on until so many increments are acknowledged."""
+        while (before := self.acknowledged()) < count:
             eventually(
-                lambda: self.acknowledged() >= before + BETWEEN_FAULTS,  # noqa: B023
+                lambda: self.acknowledged() >= before + BETWEEN_FAULTS,
                 "the programs go on counting",
                 RECOVERY_S,
             )
-            kind = self._rng.choice(list(faults))
-            host = self._rng.randrange(len(self._programs))
-            began = time.monotonic_ns()
-            faults[kind](self._cluster.mounts[host], self._programs[host])
-            print(f"{began} to {time.monotonic_ns()}: {kind}, host {host}")
-            happened[kind] += 1
-
-    def _stop(self, mount: ClusterMount, _: Programs) -> None:
-        mount.pause()
-        time.sleep(self._rng.uniform(0.2, 2.5) * TTL_S)
-        mount.resume()
-
-    def _cut_off(self, mount: ClusterMount, _: Programs) -> None:
-        self._cluster.isolate(mount)
-        time.sleep(self._rng.uniform(0.2, 2.5) * TTL_S)
-        self._cluster.heal_all()
+            self._do(self._random.choice([*self._kinds]))
+            self._recover()
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(300 + INCREMENTS)
 def test_no_acknowledged_increment_is_lost_or_counted_twice(tmp_path: Path) -> None:
-    seed = int(os.environ.get("IRDMAFS_SEED") or random.SystemRandom().randrange(1 << 32))
-    print(f"\nIRDMAFS_SEED={seed} IRDMAFS_INCREMENTS={INCREMENTS}")
+    seed = chosen_seed()
+    print(f"IRDMAFS_INCREMENTS={INCREMENTS}")
     rng = random.Random(seed)
     plan = Plan(nodes=2, mounts=2, replicas=2, buckets=8, lease_ttl_s=TTL_S)
     with Cluster(plan, links=True) as cluster:
         for name, counter in lock_counters.COUNTERS.items():
             counter.make(cluster.mounts[0].path / name)
         here, there = (Programs(mount, tmp_path, rng) for mount in cluster.mounts)
-        storm = Storm(cluster, [here, there], rng)
+        faults = LockFaults(cluster, [here, there], seed)
         with here, there:
-            print(storm.rage(INCREMENTS))
+            try:
+                faults.run(INCREMENTS)
+            finally:
+                print(*faults.history, sep="\n")
         said = [*here.said(), *there.said()]
         lines = [line for program in said for line in program]
         print(Counter(f"{line.name} {line.error}" for line in lines if line.error))

@@ -13,6 +13,7 @@ import pytest
 from harness.beside import beside
 from harness.closing import descriptor
 from harness.clusters import LONG_LEASE_S, Cluster, Plan, StoreNode
+from harness.daemons import paused
 from harness.mountpoint import Mount, eventually
 from harness.processes import Program, is_waiting
 from harness.programs import hasty_node, misbehaving
@@ -201,11 +202,8 @@ def test_files_that_were_open_for_writing_are_published_opened_and_written_again
         try:
             os.pwrite(before, b"BEFORE", 0)
             os.fsync(before)
-            mount.pause()
-            try:
+            with paused(mount):
                 eventually(lambda: not incoming(node), "it removes them", within_s=30)
-            finally:
-                mount.resume()
             os.pwrite(after, b"AFTER", 0)
             os.fsync(after)
         finally:

@@ -8,20 +8,18 @@ that are opened once more for writing.
 
 import contextlib
 import itertools
-import json
 import os
-import subprocess
-import sys
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
+from harness.closing import descriptor
 from harness.clusters import MIB, Cluster, Plan
+from harness.daemons import paused
 from harness.mountpoint import eventually
 from harness.patterns import pattern, version_of
-from harness.seeds import chosen_seed
 
 REPLACEMENTS = int(os.environ.get("IRDMAFS_REPLACEMENTS") or 40)
 SIZE = 9000
@@ -193,20 +191,25 @@ def is_coming_in(cache: Path, size: int) -> bool:
 def test_a_directory_that_was_made_anew_is_listed_as_it_is_now(cluster: Cluster) -> None:
     """By a host that hears of it and is asked for it at the same time."""
     writer, reader = cluster.mounts
-    names = [f"anew{number}" for number in range(LISTINGS)]
-    with ThreadPoolExecutor(LISTINGS) as programs:
+    here = writer.path / "anew"
+    # The writer gets no claims there, for which the reader would follow what it looks at.
+    (reader.path / "anew").mkdir()
+    os.setxattr(reader.path / "anew", "user.irdmafs.follow", b"off")
+    names = [*map(str, range(LISTINGS))]
+    with (
+        ThreadPoolExecutor(LISTINGS) as programs,
+        descriptor(os.open(reader.path / "anew", os.O_PATH)) as opened,
+    ):
+        there = Path(f"/proc/self/fd/{opened}")
         for name in names:
-            (writer.path / name / "first").mkdir(parents=True)
-            assert os.listdir(reader.path / name) == ["first"]
-        reader.pause()
-        try:
+            (here / name / "first").mkdir(parents=True)
+            assert os.listdir(there / name) == ["first"]
+        with paused(reader):
             for name in names:
-                (writer.path / name / "first").rmdir()
-                (writer.path / name).rmdir()
-                (writer.path / name / "second").mkdir(parents=True)
-            listings = [programs.submit(os.listdir, reader.path / name) for name in names]
-        finally:
-            reader.resume()
+                (here / name / "first").rmdir()
+                (here / name).rmdir()
+                (here / name / "second").mkdir(parents=True)
+            listings = [programs.submit(os.listdir, there / name) for name in names]
         assert [listing.result() for listing in listings] == [["second"]] * LISTINGS
 
 
@@ -214,70 +217,19 @@ def test_an_open_never_gets_what_was_moved_away_before_it(cluster: Cluster) -> N
     """An earlier open of the thread, of a file of that name, was led elsewhere."""
     writer, reader = cluster.mounts
     for name in ("here", "there"):
-        (writer.path / name).mkdir()
-        os.setxattr(writer.path / name, "user.irdmafs.follow", b"off")
+        # The writer gets no claim then, for which the reader would follow what it looks at.
+        (reader.path / name).mkdir()
+        os.setxattr(reader.path / name, "user.irdmafs.follow", b"off")
         (writer.path / name / "file").write_bytes(pattern(1, SIZE))
     with ThreadPoolExecutor(1) as programs:
         for version, name in itertools.product(range(2, 16), ("here", "there")):
             folder = writer.path / name
-            reader.pause()
-            try:
+            with paused(reader):
                 (folder / "new").write_bytes(pattern(version, SIZE))
                 os.replace(folder / "file", folder / "old")
                 os.replace(folder / "new", folder / "file")
                 reading = programs.submit((reader.path / name / "file").read_bytes)
-            finally:
-                reader.resume()
             assert version_of(reading.result()) == version
-
-
-CALLS = 90
-PROGRAMS = 8
-
-PROGRAM = r"""
-import collections, errno, json, os, random, sys
-path, seed, calls = sys.argv[1], int(sys.argv[2]), int(sys.argv[3])
-random.seed(seed)
-
-def replace():
-    with open(path, "wb") as file:
-        file.write(b"x" * 100)
-
-def reopen():
-    fd = os.open(path, os.O_RDONLY)
-    try:
-        os.close(os.open(f"/proc/self/fd/{fd}", os.O_RDWR))  # as `> /dev/stdout` does
-    finally:
-        os.close(fd)
-
-def cut():
-    os.truncate(path, random.randrange(200))
-
-failures = collections.Counter()
-for _ in range(calls):
-    call = random.choice((replace, reopen, cut))
-    try:
-        call()
-    except OSError as error:
-        failures[f"{call.__name__}: {errno.errorcode[error.errno]}"] += 1
-print(json.dumps(failures))
-"""
-
-
-def test_nobody_meets_an_error_or_a_conflict(here: Path) -> None:
-    seed = chosen_seed()
-    path = here / "file"
-    path.write_bytes(b"x" * 100)
-    programs = [
-        subprocess.Popen(
-            [sys.executable, "-c", PROGRAM, str(path), str(seed + number), str(CALLS)],
-            stdout=subprocess.PIPE,
-        )
-        for number in range(PROGRAMS)
-    ]
-    told = [json.loads(program.communicate(timeout=60)[0]) for program in programs]
-    assert told == [{}] * PROGRAMS
-    assert os.listdir(here) == ["file"]
 
 
 def test_a_descriptor_is_opened_once_more_in_a_directory_that_is_not_followed(here: Path) -> None:

@@ -4,24 +4,22 @@ The hosts make names in the same directories, by turns so fast that they claim t
 run's faults, IRDMAFS_FAULTS says how many.
 """
 
-import json
 import os
-import subprocess
-import sys
 from collections import Counter, defaultdict
+from pathlib import Path
 
 import pytest
 from harness.clusters import Cluster, Plan
+from harness.processes import TakeProcess
 from harness.seeds import chosen_seed
 from harness.storms import names
-from harness.storms.faults import Faults
+from harness.storms.faults import RECOVERY_S, Faults
 
 FAULTS = 3
-RECOVERY_S = 90.0
 
 
 @pytest.mark.timeout(600)
-def test_a_name_is_made_once_while_things_fail() -> None:
+def test_a_name_is_made_once_while_things_fail(tmp_path: Path, process: TakeProcess) -> None:
     seed = chosen_seed()
     count = int(os.environ.get("IRDMAFS_FAULTS") or FAULTS)
     print(f"IRDMAFS_FAULTS={count}")
@@ -29,40 +27,27 @@ def test_a_name_is_made_once_while_things_fail() -> None:
     with Cluster(plan, links=True) as cluster:
         for number in range(names.DIRECTORIES):
             (cluster.mounts[0].path / f"directory{number}").mkdir()
-        makers = [
-            subprocess.Popen(
-                [
-                    *(sys.executable, names.__file__, str(mount.path), mount.name, str(seed)),
-                    str(cluster.directory / f"{mount.name}.names"),
-                ],
-                stdin=subprocess.PIPE,
-            )
-            for mount in cluster.mounts
-        ]
+        makers = {mount.name: process() for mount in cluster.mounts}
+        for mount in cluster.mounts:
+            makers[mount.name].start(
+                "from harness.storms import names; names.make_names(directory, host, seed, end)",
+                directory=mount.path, host=mount.name, seed=seed, end=tmp_path / "end",
+            )  # fmt: skip
         faults = Faults(cluster, seed)
         try:
             faults.run(count)
-            cluster.heal_all()
-            for mount in cluster.mounts:
-                mount.wait_ready()
-            cluster.wait_healthy(RECOVERY_S)
         finally:
-            for maker in makers:
-                assert maker.stdin is not None
-                maker.stdin.close()
-        for maker in makers:
-            assert maker.wait(RECOVERY_S) == 0
+            (tmp_path / "end").touch()
         made: dict[int, list[str]] = defaultdict(list)
         tried: dict[int, list[str]] = defaultdict(list)
         outcomes = Counter[str]()
-        for mount in cluster.mounts:
-            for line in (cluster.directory / f"{mount.name}.names").read_text().splitlines():
-                number, outcome = json.loads(line)
+        for name, maker in makers.items():
+            for number, outcome in maker.result(RECOVERY_S):
                 outcomes[outcome] += 1
                 if outcome == "made":
-                    made[number].append(mount.name)
+                    made[number].append(name)
                 elif outcome == "failed":
-                    tried[number].append(mount.name)
+                    tried[number].append(name)
         happened = "\n".join(map(str, faults.history))
         print(dict(outcomes), happened)
         assert outcomes["made"] > 10 * count

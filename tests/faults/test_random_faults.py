@@ -26,7 +26,6 @@ OF_CONFLICTS = ("ESTALE",)
 # IRDMAFS_FAULTS asks for more.
 FAULTS = 6
 ASKED = int(os.environ.get("IRDMAFS_FAULTS") or 0)
-RECOVERY_S = 90.0
 # A writer that has what it takes (reachability.py) writes again within so many leases.
 GAP_LEASES = 5
 
@@ -41,20 +40,17 @@ def _run(plan: Plan, count: int) -> None:
         logs = cluster.directory / "history"
         with (
             Workers(folders, logs, seed=seed, largest_bytes=4 * MIB) as workers,
-            Lookouts(cluster, logs),
+            Lookouts(cluster) as lookouts,
         ):
             faults = Faults(cluster, seed, int(os.environ.get("IRDMAFS_AT_ONCE") or AT_ONCE))
             try:
                 faults.run(count)
-                cluster.heal_all()
-                _wait_mounted(cluster)
-                cluster.wait_healthy(RECOVERY_S)
                 workers.stop()
                 workers.final_reads()
             finally:
                 operations = workers.operations()
                 _report(faults, operations)
-                longest = _longest_gaps(faults, operations, logs)
+                longest = _longest_gaps(faults, operations, lookouts)
                 _keep(cluster, faults.history, operations)
         # A mount that opens many files of a directory follows it, so that it need not ask etcd.
         kept = with_deferred(faults.history, operations)
@@ -75,11 +71,6 @@ def _may_fail(operation: Operation) -> bool:
     return operation.detail in (*OF_FAULTS, *(OF_CONFLICTS if in_place else ()))
 
 
-def _wait_mounted(cluster: Cluster) -> None:
-    for mount in cluster.mounts:
-        mount.wait_ready()
-
-
 def _report(faults: Faults, operations: list[Operation]) -> None:
     outcomes = Counter(f"{o.kind} {o.outcome}" for o in operations)
     errors = Counter(o.detail for o in operations if o.outcome == "failed")
@@ -90,7 +81,7 @@ def _report(faults: Faults, operations: list[Operation]) -> None:
         print(f"slow: began {operation.began / 1e9:.3f}: {operation}")
 
 
-def _longest_gaps(faults: Faults, operations: list[Operation], logs: Path) -> list[Gap]:
+def _longest_gaps(faults: Faults, operations: list[Operation], lookouts: Lookouts) -> list[Gap]:
     """Return, for each writer, the time without a successful write in which it had longest what that takes.
     Print the longest times."""
     ends: dict[tuple[str, int], list[int]] = defaultdict(list)
@@ -100,7 +91,7 @@ def _longest_gaps(faults: Faults, operations: list[Operation], logs: Path) -> li
     found = []
     for (host, worker), successes in sorted(ends.items()):
         all_gaps = gaps(
-            sorted(successes), logs / f"{host}.looks", partial(can_write, faults.history, host)
+            sorted(successes), lookouts.looks[host], partial(can_write, faults.history, host)
         )
         by_clear = sorted(all_gaps, key=lambda gap: -gap.clear)
         by_time = sorted(all_gaps, key=lambda gap: gap.began - gap.ended)

@@ -177,15 +177,11 @@ def test_the_restored_state_is_accepted_and_nothing_is_mixed_up(cluster: Cluster
         ("drain", f"{cluster.nodes[0].node_id:x}"),
         ("remove", f"{away.node_id:x}", "--force", "--yes"),
     ):
-        done = run_irdmafs(cluster.admin, "cluster", *command, "--cluster", cluster.config)
-        assert (done.returncode, "cluster accept-restore" in done.stderr) == (1, True), done.stderr
-    accept = ("cluster", "accept-restore", "--cluster", cluster.config)
-    refused = run_irdmafs(cluster.admin, *accept)
-    assert (refused.returncode, "--yes accepts" in refused.stderr) == (1, True)
+        assert "cluster accept-restore" in cluster.refused(*command)
+    assert "--yes accepts" in cluster.refused("accept-restore")
     assert extents(cluster.nodes[0]) == lost
-    assert "is accepted" in cluster.irdmafs(*accept, "--yes")
-    again = run_irdmafs(cluster.admin, *accept, "--yes")
-    assert (again.returncode, "nothing to accept" in again.stderr) == (1, True)
+    assert "is accepted" in cluster.administer("accept-restore", "--yes")
+    assert "nothing to accept" in cluster.refused("accept-restore", "--yes")
 
     away.start()
     cluster.wait_healthy()

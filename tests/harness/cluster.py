@@ -10,15 +10,17 @@ import shutil
 import signal
 import time
 import tomllib
-from collections.abc import Container, Mapping
+from collections.abc import AsyncIterator, Container, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Self
 
 from irdmafs.backend.cluster.config import ClusterConfig
+from irdmafs.backend.cluster.config_sections import ClusterSection
 from irdmafs.backend.etcd.engine import EtcdEngine
 from irdmafs.backend.model.placement import replicas_of
 from irdmafs.backend.model.records import GroupConfig, MountRecord, NodeAddress, decode
+from irdmafs.backend.transport.peers import Peers, open_peers
 from irdmafs.backend.trust.security import Role
 
 from .closing import Closing
@@ -40,7 +42,8 @@ living: set[Cluster] = set()
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """What a cluster is made of. `beside` puts mount number KEY on the host of node number VALUE.
+    """What a cluster is made of. `beside` puts mount number KEY on the host of node number VALUE;
+    `etcd_quota_bytes` 0 is etcd's own.
     `node_config` and `mount_config` are values for those sections of the configuration file."""
 
     nodes: int = 3
@@ -53,6 +56,7 @@ class Plan:
     cache_bytes: int = 128 * MIB
     tls: bool = False
     namespaces: bool | None = None
+    etcd_quota_bytes: int = 0
     beside: Mapping[int, int] = field(default_factory=dict)
     node_config: Mapping[str, object] = field(default_factory=dict)
     mount_config: Mapping[str, object] = field(default_factory=dict)
@@ -81,7 +85,8 @@ class Cluster(Closing):
             )
             data = self.directory / "etcd"
             data.mkdir()
-            self.etcd = Etcd(members, data, self.config_directory if plan.tls else None)
+            quota = (f"--quota-backend-bytes={plan.etcd_quota_bytes}",)
+            self.etcd = Etcd(members, data, self.config_directory if plan.tls else None, quota)
         except BaseException:
             self.close()
             raise
@@ -211,6 +216,12 @@ class Cluster(Closing):
         """Return the output of `irdmafs cluster ARGUMENTS`. Raises CommandFailed as `irdmafs` does."""
         return self.irdmafs("cluster", *arguments, "--cluster", self.config, allowed=allowed)
 
+    def refused(self, *arguments: str) -> str:
+        """Return what `irdmafs cluster ARGUMENTS` says when it fails."""
+        done = run_irdmafs(self.admin, "cluster", *arguments, "--cluster", self.config)
+        assert (done.returncode, done.stdout) == (1, ""), done
+        return done.stderr
+
     @property
     def config(self) -> Path:
         """The configuration file for commands and further mounts."""
@@ -222,9 +233,23 @@ class Cluster(Closing):
         found: dict[str, Any] = json.loads(answer)
         return found
 
-    def engine(self, role: Role) -> EtcdEngine:
-        """etcd, as those see it who have the certificate of a role."""
-        return ClusterConfig.load(os.fspath(self.config)).cluster.engine(role)
+    def section_of(self, certificate: str) -> ClusterSection:
+        """Return the section [cluster] of such a configuration."""
+        return ClusterConfig.load(os.fspath(self.config_of(certificate))).cluster
+
+    def engine(self, role: Role, certificate: str = "", timeout_s: float = 60.0) -> EtcdEngine:
+        """etcd, as those see it who have the certificate of a role, or another one of that role."""
+        return self.section_of(certificate or role).engine(role, timeout_s)
+
+    @contextlib.asynccontextmanager
+    async def peers(self, certificate: str) -> AsyncIterator[Peers]:
+        """The nodes that run now, as a mount with this certificate sees them that speaks to no etcd."""
+        credentials = self.section_of(certificate).credentials("mount")
+        nodes = self.live_nodes()
+        async with open_peers(
+            nodes.get, (), credentials=credentials, name=certificate, role="mount"
+        ) as peers:
+            yield peers
 
     def _prefix(self, kind: str) -> bytes:
         return f"/irdmafs/{CLUSTER_NAME}/{kind}".encode()

@@ -23,14 +23,9 @@ class OneNodeMount(Mount):
     """Each has a cluster of its own, by name, in an etcd that all share. The mount counts as another
     host than the node, so that contents really travel."""
 
-    def __init__(
-        self,
-        arguments: tuple[str, ...] = (),
-        store_size: str | None = None,
-        command: tuple[str, ...] = IRDMAFS,
-    ) -> None:
+    def __init__(self, arguments: tuple[str, ...] = (), store_size: str | None = None) -> None:
         need_etcd()
-        super().__init__("kernel", arguments=arguments, command=command, store_size=store_size)
+        super().__init__("kernel", arguments=arguments, store_size=store_size)
         self._directory = scratch_directory()
         self._node: forks.Running | None = None
         self._name = name = f"test{os.getpid()}-{next(_numbers)}"

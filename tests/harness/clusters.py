@@ -1,9 +1,7 @@
 """Clusters for tests, with skips where it cannot run and logs of what failed."""
 
-import contextlib
 import json
 import os
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -92,17 +90,6 @@ class Cluster(harness.cluster.Cluster):
     ) -> ClusterMount:
         made = super()._make_mount(host, *arguments, certificate=certificate)
         return run_instead(made, self._mount_program)
-
-    @contextlib.contextmanager
-    def silent_nodes(self) -> Iterator[None]:
-        """Have no store node answer as long as the block runs."""
-        for node in self.nodes:
-            node.pause()
-        try:
-            yield
-        finally:
-            for node in self.nodes:
-                node.resume()
 
     def mend(self) -> None:
         """Have all work again: end what was done to parts of it, and start those that were killed."""

@@ -9,7 +9,7 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 from . import forks
@@ -113,6 +113,18 @@ class Daemon:
     def __repr__(self) -> str:
         state = "stopped" if self.stopped else "runs" if self.alive else "down"
         return f"<{self.name} {state}>"
+
+
+@contextlib.contextmanager
+def paused(*programs: Daemon) -> Iterator[None]:
+    """Have programs stand still as long as the block runs."""
+    for one in programs:
+        one.pause()
+    try:
+        yield
+    finally:
+        for one in programs:
+            one.resume()
 
 
 def wait_until(

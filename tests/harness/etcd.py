@@ -60,6 +60,38 @@ def missing_programs() -> str:
     return f"{missing[0]} is not installed (etcd-server, etcd-client)" if missing else ""
 
 
+def ask(connection: HTTPConnection, method: str, request: dict[str, Any]) -> dict[str, Any]:
+    """Ask etcd's interface of JSON, and close the connection. Raises CommandFailed."""
+    try:
+        connection.request("POST", f"/v3/{method}", json.dumps(request))
+        with connection.getresponse() as response:
+            text = response.read().decode()
+    except (OSError, HTTPException) as error:
+        raise CommandFailed(f"etcd does not answer: {error}") from None
+    finally:
+        connection.close()
+    if response.status != 200:
+        raise CommandFailed(f"etcd says {response.status}: {text}")
+    answer: dict[str, Any] = json.loads(text)
+    return answer
+
+
+def range_of(prefix: bytes, limit: int = 0) -> dict[str, Any]:
+    """Return the request "kv/range" for keys that begin with a prefix; `limit` 0 is for all."""
+    ends = {"key": prefix, "range_end": prefix[:-1] + bytes([prefix[-1] + 1])}
+    encoded = {name: base64.b64encode(key).decode() for name, key in ends.items()}
+    return {**encoded, "limit": limit}
+
+
+def pairs_in(answer: dict[str, Any], prefix: bytes) -> dict[bytes, bytes]:
+    """Return the keys of an answer, without their prefix, and their values."""
+    decode = base64.b64decode
+    return {
+        decode(pair["key"])[len(prefix) :]: decode(pair.get("value", ""))
+        for pair in answer.get("kvs", ())
+    }
+
+
 class Etcd:
     """A cluster of etcd members, one on each of `hosts`, with its data below `directory`. With
     `credentials`, a directory such as `irdmafs cluster init --prepare` fills, they speak TLS to members of
@@ -202,11 +234,7 @@ class Etcd:
 
     def get(self, prefix: bytes) -> dict[bytes, bytes]:
         """All keys that begin with `prefix`, without it, and their values."""
-        decode = base64.b64decode
-        return {
-            decode(pair["key"])[len(prefix) :]: decode(pair.get("value", ""))
-            for pair in self._range(prefix).get("kvs", ())
-        }
+        return pairs_in(self._range(prefix), prefix)
 
     def count(self, prefix: bytes) -> int:
         """How many keys begin with `prefix`."""
@@ -216,9 +244,7 @@ class Etcd:
     def _range(self, prefix: bytes, limit: int = 0) -> dict[str, Any]:
         """Return etcd's answer about the keys that begin with `prefix`, as JSON. Raises CommandFailed."""
         if self._answers_http:
-            ends = {"key": prefix, "range_end": prefix[:-1] + bytes([prefix[-1] + 1])}
-            encoded = {name: base64.b64encode(key).decode() for name, key in ends.items()}
-            return self._ask("kv/range", {**encoded, "limit": limit})
+            return self._ask("kv/range", range_of(prefix, limit))
         # etcdctl takes keys as text; those asked for here begin with printable characters.
         arguments = ("get", "--prefix", prefix.decode(), f"--limit={limit}", "-w", "json")
         answer: dict[str, Any] = json.loads(self.ctl(*arguments))
@@ -242,20 +268,12 @@ class Etcd:
             raise CommandFailed("no etcd member runs")
         address = one.host.address, port
         connection = HTTPConnection(*address, timeout=ANSWER_TIMEOUT_S)
-        try:
-            if one.host.launcher:
+        if one.host.launcher:
+            try:
                 connection.sock = connect_beside(one.pid, address, ANSWER_TIMEOUT_S)
-            connection.request("POST", f"/v3/{method}", json.dumps(request))
-            with connection.getresponse() as response:
-                text = response.read().decode()
-        except (OSError, HTTPException) as error:
-            raise CommandFailed(f"etcd does not answer: {error}") from None
-        finally:
-            connection.close()
-        if response.status != 200:
-            raise CommandFailed(f"etcd says {response.status}: {text}")
-        answer: dict[str, Any] = json.loads(text)
-        return answer
+            except OSError as error:
+                raise CommandFailed(f"etcd does not answer: {error}") from None
+        return ask(connection, method, request)
 
     def _status(self, member: int) -> dict[str, Any]:
         # A value of 0 is left out of etcdctl's JSON: "leader" is missing while there is none.

@@ -15,14 +15,12 @@ from pathlib import Path
 from typing import Self
 
 import pytest
-import trustme
 
 from harness.closing import Closing
 from harness.etcd import Etcd, free_port, missing_programs
 from harness.network import Host
 from harness.scratch import scratch_directory, sweep
 from harness.tiers import Tier, running
-from irdmafs.backend.trust.authority import list_revoked
 
 __all__ = ["EtcdServer", "end_shared_etcd", "free_port"]
 
@@ -38,8 +36,8 @@ def need_etcd() -> None:
 class EtcdServer(Etcd, Closing):
     """`members` etcd processes that are one cluster. A context manager.
 
-    tls: clients must show a certificate of `ca`; `ca_file`, `cert_file`, `key_file` are theirs.
-    credentials: the same, with the files of `irdmafs cluster init --prepare` in a directory.
+    credentials: clients must show a certificate; a directory that has the files of
+        `irdmafs cluster init --prepare`.
     auth: they ask for a password.
     """
 
@@ -47,7 +45,6 @@ class EtcdServer(Etcd, Closing):
         self,
         members: int = 1,
         *,
-        tls: bool = False,
         credentials: Path | None = None,
         auth: bool = False,
         quota_bytes: int = 0,
@@ -56,11 +53,6 @@ class EtcdServer(Etcd, Closing):
         need_etcd()
         sweep()
         directory = scratch_directory()
-        if tls:
-            credentials = directory
-            _make_certificates(directory)
-        files = (str(credentials / name) if credentials else "" for name in _OF_CLIENTS)
-        self.ca_file, self.cert_file, self.key_file = files
         self._auth = auth
         super().__init__(
             [Host(f"m{number}", "127.0.0.1") for number in range(members)],
@@ -88,25 +80,6 @@ class EtcdServer(Etcd, Closing):
         self.ctl("user", "grant-role", "root", "root")
         self.ctl("auth", "enable")
         self.user = f"root:{_PASSWORD}"
-
-
-_OF_CLIENTS = ("ca.pem", "admin.pem", "admin.key")
-
-
-def _make_certificates(directory: Path) -> None:
-    """Make the files that `irdmafs cluster init --prepare` makes, by other means."""
-    authority = trustme.CA()
-    authority.cert_pem.write_to_path(str(directory / "ca.pem"))
-    for name, certificate in (
-        ("etcd", authority.issue_cert("127.0.0.1", "localhost")),
-        ("admin", authority.issue_cert("irdmafs", common_name="irdmafs")),
-    ):
-        certificate.private_key_pem.write_to_path(str(directory / f"{name}.key"))
-        for number, pem in enumerate(certificate.cert_chain_pems):
-            pem.write_to_path(str(directory / f"{name}.pem"), append=number > 0)
-    authority.private_key_pem.write_to_path(str(directory / "ca.key"))
-    (directory / "ca.key").chmod(0o600)
-    list_revoked(str(directory), ())
 
 
 _shared: list[EtcdServer] = []

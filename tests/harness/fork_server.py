@@ -126,7 +126,7 @@ def _become(request: Request, output: int, errors: int) -> None:
     os.dup2(output, 1)
     os.dup2(errors, 2)
     if request["namespace"]:
-        _enter(request["namespace"])
+        enter(request["namespace"])
     os.environ.clear()
     os.environ.update(request["environment"])
     _show_command_line(request["command"])
@@ -140,7 +140,8 @@ def _is_package(request: Request) -> bool:
     return request["command"][1] == "-m"
 
 
-def _enter(namespace: str) -> None:
+def enter(namespace: str) -> None:
+    """Have this thread be in a network namespace, which a path leads to. Raises OSError."""
     libc = ctypes.CDLL(None, use_errno=True)
     fd = os.open(namespace, os.O_RDONLY)
     if libc.setns(fd, CLONE_NEWNET) != 0:

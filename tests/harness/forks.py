@@ -183,7 +183,7 @@ def _can_be_forked(command: Sequence[str]) -> bool:
     return is_ours or tuple(command[: len(PREFIX)]) == PREFIX
 
 
-def _namespace(launcher: Sequence[str]) -> str | None:
+def namespace_of(launcher: Sequence[str]) -> str | None:
     """Return the network namespace that a launcher enters, "" for none; None if it does anything else."""
     match list(launcher):
         case []:
@@ -205,7 +205,7 @@ def start(
     prepares it, `environment` is added to that of this process. Raises OSError."""
     allow(Tier.PROMISES, " ".join(command))
     variables = os.environ | dict(environment or {})
-    namespace = _namespace(launcher)
+    namespace = namespace_of(launcher)
     if _state.forks and namespace is not None and _can_be_forked(command):
         server = _server()
         if server.suits(command, variables):

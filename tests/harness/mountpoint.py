@@ -17,6 +17,7 @@ from harness import forks
 from harness.closing import Closing, descriptor
 from harness.daemons import wait_until
 from harness.mount_namespaces import none_is_made
+from harness.network import COMMAND_TIMEOUT_S, run
 from harness.processes import has_ended
 from harness.scratch import mount_points, scratch_directory
 from irdmafs.mount.mounting import can_mount, mounts
@@ -24,7 +25,6 @@ from irdmafs.mount.mounting import can_mount, mounts
 needs_fuse = pytest.mark.skipif(
     not (can_mount() and os.path.exists("/dev/fuse")), reason="needs /dev/fuse and CAP_SYS_ADMIN"
 )
-COMMAND_TIMEOUT_S = 60.0
 
 # Requests the kernel does not wait for: a program is not slowed down by them.
 NOT_BLOCKING = frozenset(
@@ -98,12 +98,9 @@ class Mount(Closing):
         launcher: tuple[str, ...] = (),
         store_size: str | None = None,
         store: Path | None = None,
-        command: tuple[str, ...] = IRDMAFS,
     ) -> None:
-        """`store_size` puts the store on a tmpfs of that size (needs root); `store` is one that stays;
-        `command` mounts it in the place of `irdmafs`."""
+        """`store_size` puts the store on a tmpfs of that size (needs root); `store` is one that stays."""
         self.session = session
-        self.command = command
         self.arguments = arguments
         self.launcher = launcher
         self._top = scratch_directory()
@@ -114,7 +111,7 @@ class Mount(Closing):
         self.store.mkdir(exist_ok=True)
         self._small_store = store_size is not None
         if store_size is not None:
-            run_checked("mount", "-t", "tmpfs", "-o", f"size={store_size}", "none", self.store)
+            run("mount", "-t", "tmpfs", "-o", f"size={store_size}", "none", self.store)
         if launcher:
             for directory in (self._top, self.path, self.store):
                 os.chown(directory, 65534, 65534)
@@ -124,7 +121,7 @@ class Mount(Closing):
     def try_mount(self) -> subprocess.CompletedProcess[str]:
         """Run the command; its exit status and output are for the caller to judge."""
         return self._run(
-            *self.command,
+            *IRDMAFS,
             *("mount", self.path, "--store", self.store, "--log-file", self.log),
             *("--session", self.session, *self.arguments),
         )
@@ -247,10 +244,10 @@ class Mount(Closing):
             if self.pids():
                 self.abort()
             while self.is_mounted():
-                run_checked("umount", "-il", self.path)
+                run("umount", "-il", self.path)
         finally:
             if self._small_store:
-                run_checked("umount", "-l", self.store)
+                run("umount", "-l", self.store)
             shutil.rmtree(self._top, ignore_errors=True)
 
     def __enter__(self) -> Self:
@@ -261,17 +258,3 @@ class Mount(Closing):
             self.close()
             raise
         return self
-
-
-def run_checked(*command: str | os.PathLike[str]) -> str:
-    """Run a program; returns what it prints. Raises AssertionError with its output."""
-    done = subprocess.run(
-        [os.fspath(word) for word in command],
-        capture_output=True,
-        text=True,
-        errors="surrogateescape",
-        timeout=COMMAND_TIMEOUT_S,
-        cwd="/",
-    )
-    assert done.returncode == 0, f"{command} exit {done.returncode}\n{done.stdout}{done.stderr}"
-    return done.stdout

@@ -16,10 +16,9 @@ from irdmafs.mount.mounting import ask_mount
 
 from . import forks
 from .daemons import Daemon, wait_until
-from .network import CommandFailed, Host, run
+from .network import COMMAND_TIMEOUT_S, CommandFailed, Host, run
 from .scratch import mount_points
 
-COMMAND_TIMEOUT_S = 60.0
 STATUS_XATTR = "user.irdmafs.status"
 # What a node needs besides extents: its records, and a page for each file.
 _ROOM_BYTES = 1 << 20

@@ -18,7 +18,7 @@ from harness.guest_tests import WORKER
 DIVIDED = frozenset(
     {
         "tests/cluster/test_membership.py",
-        "tests/cluster/test_replication_protocol.py",
+        "tests/cluster/test_protocols.py",
         "tests/faults/test_random_faults.py",
         "tests/train/test_examples.py",
         "tests/train/test_random_kills.py",

@@ -4,12 +4,10 @@ Run as a program it is such a node. Where nodes are is told by files in a direct
 that processes find each other.
 """
 
-import argparse
 import errno
 import json
 import os
 import signal
-import subprocess
 import sys
 import threading
 from collections.abc import AsyncIterator, Callable, Sequence
@@ -20,6 +18,7 @@ from typing import Any, NamedTuple, Self, TypeVar
 
 import trio
 
+from harness.processes import Program
 from irdmafs.backend.files.sparse import segments
 from irdmafs.backend.model.records import NodeAddress, session_of
 from irdmafs.backend.transport import Extent, Fenced, Target
@@ -260,7 +259,7 @@ async def serving(
         yield Node(service, listener, peers)
 
 
-class NodeProcess:
+class NodeProcess(Program):
     """A node in a process of its own, which may be killed or paused. It seals nothing while the
     file `hold` exists. `prefix` is put before the command (ip netns exec ...)."""
 
@@ -270,62 +269,51 @@ class NodeProcess:
         node: int,
         host: str = "127.0.0.1",
         *,
-        timeout_s: float = 5.0,
-        hold: Path | None = None,
         prefix: tuple[str, ...] = (),
+        hold: Path | None = None,
         rdma: bool = False,
+        timeout_s: float = 5.0,
     ) -> None:
         self.node = node
-        command = [*prefix, sys.executable, __file__, str(memory), str(node), host]
-        command += ["--timeout", str(timeout_s)]
-        if rdma:
-            command.append("--rdma")
-        if hold is not None:
-            command += ["--hold", str(hold)]
-        self._process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+        plan = json.dumps([str(memory), node, host, str(hold or ""), rdma, timeout_s])
+        command = (*prefix, sys.executable, "-m", "harness.transport_nodes", plan)
+        super().__init__(*command, cwd=Path(__file__).parents[1])
 
     def __enter__(self) -> Self:
         """Wait until it serves. Several are made first and waited for then, as they start together."""
-        assert self._process.stdout is not None
-        if self._process.stdout.readline() != b"ready\n":
+        if self.stdout.readline() != "ready\n":
             self.__exit__()
             raise RuntimeError(f"node {self.node:x} did not start")
         return self
 
     def __exit__(self, *_: object) -> None:
         self.kill()
-        for pipe in (self._process.stdin, self._process.stdout):
-            assert pipe is not None
-            pipe.close()
-
-    @property
-    def pid(self) -> int:
-        return self._process.pid
+        super().__exit__(None, None, None)
 
     def pause(self) -> None:
-        self._process.send_signal(signal.SIGSTOP)
+        self.send_signal(signal.SIGSTOP)
 
     def resume(self) -> None:
-        self._process.send_signal(signal.SIGCONT)
+        self.send_signal(signal.SIGCONT)
 
     def kill(self) -> None:
-        self._process.kill()
-        self._process.wait()
+        super().kill()
+        self.wait()
 
 
-async def _serve(arguments: argparse.Namespace) -> None:
+async def _serve(
+    memory: str, node: int, host: str, hold: str, rdma: bool, timeout_s: float
+) -> None:
     async with AsyncExitStack() as stack:
-        rdma = stack.enter_context(Rdma(Choice())) if arguments.rdma else None
-        place = arguments.memory, arguments.node, arguments.host
-        node = await stack.enter_async_context(
-            serving(*place, timeout_s=arguments.timeout, rdma=rdma)
+        device = stack.enter_context(Rdma(Choice())) if rdma else None
+        served = await stack.enter_async_context(
+            serving(Path(memory), node, host, timeout_s=timeout_s, rdma=device)
         )
-        if arguments.hold is not None:
-            node.service.may_seal = trio.Event()
-        print("ready", flush=True)
         async with trio.open_nursery() as nursery:
-            if arguments.hold is not None:
-                nursery.start_soon(_let_go, arguments.hold, node.service)
+            if hold:
+                served.service.may_seal = trio.Event()
+                nursery.start_soon(_let_go, Path(hold), served.service)
+            print("ready", flush=True)
             # Ends with whoever started it.
             await trio.to_thread.run_sync(sys.stdin.read, abandon_on_cancel=True)
             nursery.cancel_scope.cancel()
@@ -337,16 +325,5 @@ async def _let_go(hold: Path, service: ExtentDirectory) -> None:
     service.may_seal.set()
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser()
-    parser.add_argument("memory", type=Path)
-    parser.add_argument("node", type=int)
-    parser.add_argument("host")
-    parser.add_argument("--timeout", type=float)
-    parser.add_argument("--rdma", action="store_true")
-    parser.add_argument("--hold", type=Path)
-    trio.run(_serve, parser.parse_args())
-
-
 if __name__ == "__main__":
-    main()
+    trio.run(_serve, *json.loads(sys.argv[1]))

@@ -7,16 +7,17 @@ their seed.
 import contextlib
 import errno
 import math
+import os
 import random
 import socket
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from contextlib import asynccontextmanager
+from pathlib import Path
 from typing import Any
 
 import pytest
 import trio
 import trio.testing
-import trustme
 from harness.errors import fails_with
 from harness.etcd_server import EtcdServer, free_port, new_prefix
 from harness.seeds import seeded
@@ -27,6 +28,8 @@ from irdmafs.backend.etcd.engine import EtcdEngine
 from irdmafs.backend.etcd.leases import LeaseEnded
 from irdmafs.backend.etcd.rpc import ALARM, RANGE, NoAnswer
 from irdmafs.backend.kv import Change, Compacted, Compare, Delete, Event, NoSpace, Put
+from irdmafs.backend.trust.authority import issue, list_revoked, make_ca
+from irdmafs.backend.trust.security import Credentials
 
 END = b"\xff"
 
@@ -559,20 +562,17 @@ class TestRefusal:
             assert "user" in str(error)
 
     async def test_of_a_certificate_of_another_authority(self, tmp_path: Any) -> None:
-        other = trustme.CA()
-        wrong_ca = str(tmp_path / "ca.pem")
-        other.cert_pem.write_to_path(wrong_ca)
-        stranger = other.issue_cert("irdmafs")
-        wrong_cert, wrong_key = str(tmp_path / "cert.pem"), str(tmp_path / "key.pem")
-        stranger.private_key_pem.write_to_path(wrong_key)
-        stranger.cert_chain_pems[0].write_to_path(wrong_cert)
+        def authority(name: str) -> tuple[str, Credentials]:
+            directory = str(tmp_path / name)
+            os.mkdir(directory)
+            make_ca(directory, "of the same name")
+            return directory, issue(directory, "admin", "admin")
 
-        with EtcdServer(tls=True) as server:
-            ours: dict[str, Any] = {
-                "ca": server.ca_file,
-                "cert": server.cert_file,
-                "key": server.key_file,
-            }
+        (directory, admin), (_, stranger) = authority("ours"), authority("others")
+        issue(directory, "etcd", "etcd", ["127.0.0.1"])
+        list_revoked(directory, ())
+        with EtcdServer(credentials=Path(directory)) as server:
+            ours: dict[str, Any] = {"ca": admin.ca, "cert": admin.cert, "key": admin.key}
 
             def engine_with(credentials: dict[str, Any]) -> EtcdEngine:
                 direct = client.DirectClient(server.endpoints, **credentials)
@@ -585,9 +585,9 @@ class TestRefusal:
                 assert found is not None
                 assert found.value == large
             cases: list[tuple[dict[str, Any], str]] = [
-                ({**ours, "ca": wrong_ca}, "certificate is not accepted"),
-                ({**ours, "cert": wrong_cert, "key": wrong_key}, "TLS"),
-                ({"ca": server.ca_file}, "TLS"),
+                ({**ours, "ca": stranger.ca}, "certificate is not accepted"),
+                ({**ours, "cert": stranger.cert, "key": stranger.key}, "TLS"),
+                ({"ca": admin.ca}, "TLS"),
             ]
             for credentials, said in cases:
                 error = await self.refusal(engine_with(credentials))
@@ -663,7 +663,7 @@ async def test_members_that_accept_and_say_nothing_hold_nobody_up(
 
 
 async def test_a_call_may_be_given_up_as_soon_as_it_has_connected(
-    monkeypatch: pytest.MonkeyPatch,
+    monkeypatch: pytest.MonkeyPatch, certificates: dict[str, Credentials]
 ) -> None:
     """The connection is closed before its task has run: trio chooses at random which one goes first."""
     scopes: list[trio.CancelScope] = []
@@ -674,8 +674,9 @@ async def test_a_call_may_be_given_up_as_soon_as_it_has_connected(
         return sock
 
     monkeypatch.setattr(client, "connect", connect_and_give_up)
-    with socket.create_server(("127.0.0.1", 0)) as silent, trustme.CA().cert_pem.tempfile() as ca:
-        asking = client.DirectClient([f"127.0.0.1:{silent.getsockname()[1]}"], ca=ca)
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        endpoint = f"127.0.0.1:{silent.getsockname()[1]}"
+        asking = client.DirectClient([endpoint], ca=certificates["mount"].ca)
         for _ in range(10):
             with trio.CancelScope() as scope:
                 scopes.append(scope)

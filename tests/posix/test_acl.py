@@ -8,7 +8,8 @@ from pathlib import Path
 
 import pytest
 from harness.clusters import Cluster, Plan
-from harness.mountpoint import Mount, run_checked
+from harness.mountpoint import Mount
+from harness.network import run as run_checked
 from harness.processes import Process, TakeProcess
 from harness.scenarios import outcomes
 

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 from conftest import EVERYWHERE
-from harness.mountpoint import run_checked
+from harness.network import run as run_checked
 from harness.processes import Process, TakeProcess
 
 SESSIONS = EVERYWHERE

@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator
 import pytest
 import trio
 from harness.clusters import MIB, Cluster, ClusterMount, Plan
+from harness.daemons import paused
 from harness.mountpoint import eventually
 from harness.patterns import pattern, version_of
 from harness.processes import Process
@@ -90,7 +91,7 @@ def test_who_is_ended_while_it_waits_ends(
     )
     command = [sys.executable, "-c", source, str(cluster.mounts[1].path / "wanted")]
     is_opening = came(cluster.mounts[1], "OPEN")
-    with cluster.silent_nodes(), subprocess.Popen(command) as reader:
+    with paused(*cluster.nodes), subprocess.Popen(command) as reader:
         try:
             eventually(is_opening, "it waits")
             if after_tick:
@@ -107,7 +108,7 @@ def test_who_is_ended_while_it_waits_ends(
 def test_an_interrupt_from_the_keyboard_ends_a_wait_for_a_file(cluster: Cluster) -> None:
     (cluster.mounts[0].path / "typed").write_bytes(os.urandom(MIB))
     is_opening = came(cluster.mounts[1], "OPEN")
-    with cluster.silent_nodes(), Process() as reader:
+    with paused(*cluster.nodes), Process() as reader:
         reader.start(
             "import signal\n"
             "signal.signal(signal.SIGINT, signal.default_int_handler)\n"
@@ -139,7 +140,7 @@ def test_a_close_goes_on_when_its_program_is_asked_to_end(
             "os.write(fd, pattern(1, 1 << 20))",
             path=str(path), number=int(number),
         )  # fmt: skip
-        with cluster.silent_nodes():
+        with paused(*cluster.nodes):
             writer.start("os.close(fd); asked")
             eventually(is_closing, "it waits")
             os.kill(writer.pid, number)

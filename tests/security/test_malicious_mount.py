@@ -14,7 +14,6 @@ from harness.closing import descriptor
 from harness.clusters import MIB, Cluster, Plan, counters
 from harness.mountpoint import eventually
 
-from irdmafs.backend.cluster.config import ClusterConfig
 from irdmafs.backend.cluster.group_configs import Groups
 from irdmafs.backend.cluster.lease import Session
 from irdmafs.backend.cluster.membership import Members, followed_key, seen_key
@@ -65,7 +64,7 @@ class Attacker:
 
 @asynccontextmanager
 async def attacking(cluster: Cluster, of_certificate: str = "") -> AsyncIterator[Attacker]:
-    config = ClusterConfig.load(str(cluster.mounts[0].config)).cluster
+    config = cluster.section_of("mount")
     credentials = config.credentials("mount")
     assert credentials is not None
     name, role = credentials.identity.name, credentials.identity.role
@@ -208,7 +207,6 @@ async def test_what_a_mount_published_is_not_replaced_by_it(cluster: Cluster, he
 
 async def test_a_reader_that_never_answers_does_not_stop_writers(cluster: Cluster) -> None:
     mount = cluster.mounts[0]
-    section = ClusterConfig.load(str(cluster.config_of("reader"))).cluster
     record = MountRecord("elsewhere", "/hostile", 1, "0", "reader", "reader")
 
     async def publish(name: str, revision: int) -> None:
@@ -219,7 +217,7 @@ async def test_a_reader_that_never_answers_does_not_stop_writers(cluster: Cluste
         await trio.to_thread.run_sync(eventually, is_known, "the mount knows it")
         await trio.to_thread.run_sync((mount.path / name).write_bytes, b"x")
 
-    async with section.engine("reader") as engine, trio.open_nursery() as nursery:
+    async with cluster.engine("reader") as engine, trio.open_nursery() as nursery:
         session = Session(engine, record, PLAN.lease_ttl_s)
         await nursery.start(session.run)
         lease = session.lease

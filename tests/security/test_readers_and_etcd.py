@@ -12,7 +12,6 @@ from harness.mountpoint import eventually
 from harness.secure_cluster import CLUSTER, NAMESPACE, NODE_RECORDS, PLACEMENT, keys_within
 
 from irdmafs.backend.cluster.config import ClusterConfig
-from irdmafs.backend.cluster.config_sections import ClusterSection
 from irdmafs.backend.cluster.lease import MOUNT, Session
 from irdmafs.backend.etcd import etcd_pb2 as pb
 from irdmafs.backend.etcd.client import DirectClient, Unsent
@@ -26,10 +25,6 @@ from irdmafs.backend.trust.security import Credentials
 FOREIGN = NODE_RECORDS | PLACEMENT | CLUSTER | NAMESPACE
 # Without namespaces, so that this process can talk to nodes and etcd itself.
 PLAN = Plan(nodes=2, mounts=1, replicas=2, buckets=4, tls=True, namespaces=False)
-
-
-def section_of(cluster: Cluster, certificate: str = "reader") -> ClusterSection:
-    return ClusterConfig.load(str(cluster.config_of(certificate))).cluster
 
 
 async def is_accepted(cluster: Cluster, certificate: str) -> bool:
@@ -71,8 +66,8 @@ async def test_a_reader_changes_its_own_session_and_nothing_else(cluster: Cluste
     said = cluster.administer("cert", "bystander", "--role", "reader")
     assert all(f":{node.control_port}" in said for node in cluster.live_nodes().values())
     async with (
-        section_of(cluster).engine("reader") as engine,
-        section_of(cluster, "reader-bystander").engine("reader") as victim,
+        cluster.engine("reader") as engine,
+        cluster.engine("reader", "reader-bystander") as victim,
         trio.open_nursery() as nursery,
     ):
         ours, theirs = (
@@ -107,7 +102,7 @@ async def test_a_reader_changes_its_own_session_and_nothing_else(cluster: Cluste
 
 async def test_a_revoked_reader_can_do_nothing(cluster: Cluster) -> None:
     cluster.administer("cert", "r1", "--role", "reader")
-    async with section_of(cluster, "reader-r1").engine("reader", 1.0) as engine:
+    async with cluster.engine("reader", "reader-r1", 1.0) as engine:
         lease = await engine.leases.grant(60)
         await engine.transact((), [Put(pin_key(5, lease), b"", lease)])
         await trio.to_thread.run_sync(lambda: cluster.administer("revoke", "r1", "--yes"))

@@ -15,8 +15,6 @@ from harness.mountpoint import eventually
 from harness.transport_place import Place, in_cluster, mounted, until
 from test_certificates import directory
 
-from irdmafs.backend.cluster.config import ClusterConfig
-from irdmafs.backend.transport.peers import open_peers
 from irdmafs.backend.trust.authority import begin_ca_change, finish_ca_change, issue, make_ca
 from irdmafs.backend.trust.security import Credentials, Identity, Renewable, Renewal, identity_in
 
@@ -247,8 +245,8 @@ async def test_a_cluster_goes_on_in_its_sessions_when_all_certificates_are_renew
     (mount.path / "before").write_bytes(b"b" * 300_000)
     held = sessions(cluster)
     [node] = cluster.nodes
-    config = ClusterConfig.load(str(mount.config))
-    before = config.cluster.credentials("mount")
+    section = cluster.section_of("mount-w1")
+    before = section.credentials("mount")
 
     renew(cluster, "w1", "mount")
     renew(cluster, "node", "node")
@@ -261,15 +259,14 @@ async def test_a_cluster_goes_on_in_its_sessions_when_all_certificates_are_renew
     (mount.path / "after").write_bytes(b"a" * 300_000)
     assert (mount.path / "before").read_bytes() == b"b" * 300_000
     assert sessions(cluster) == held
-    credentials = config.cluster.credentials("mount")
+    credentials = section.credentials("mount")
     assert credentials is not None
     assert before is not None
     assert credentials.identity.user == before.identity.user
     assert credentials.identity.serial != before.identity.serial
-    nodes = cluster.live_nodes()
 
-    async with open_peers(nodes.get, (), credentials=credentials, name="w1", role="mount") as peers:
-        await peers.ping(next(iter(nodes)))
+    async with cluster.peers("mount-w1") as peers:
+        await peers.ping(node.node_id)
 
 
 def test_a_file_that_is_damaged_is_told_of_in_status(cluster: Cluster) -> None:
@@ -295,11 +292,8 @@ def test_a_file_that_is_damaged_is_told_of_in_status(cluster: Cluster) -> None:
 
 def test_only_who_is_let_in_can_have_a_certificate_renewed(cluster: Cluster) -> None:
     cluster.administer("cert", "w3", "--role", "mount")
-    config = cluster.config
-    arguments = ("cluster", "cert", "w3", "--role", "reader", "--renew", "--cluster", config)
-    assert cluster.irdmafs(*arguments, allowed=(1,)) == ""
-    cluster.irdmafs("cluster", "revoke", "w3", "--cluster", config)
+    cluster.refused("cert", "w3", "--role", "reader", "--renew")
+    cluster.administer("revoke", "w3")
     before = (cluster.config_directory / "mount-w3.pem").read_bytes()
-    arguments = ("cluster", "cert", "w3", "--role", "mount", "--renew", "--cluster", config)
-    assert cluster.irdmafs(*arguments, allowed=(1,)) == ""
+    cluster.refused("cert", "w3", "--role", "mount", "--renew")
     assert (cluster.config_directory / "mount-w3.pem").read_bytes() == before

@@ -3,23 +3,21 @@ that has filled etcd (real etcd with TLS, users and roles)."""
 
 import json
 import secrets
-from pathlib import Path
+from dataclasses import replace
 from typing import Any
 
 import pytest
 import trio
-from harness.clusters import Cluster, Plan, run_irdmafs
+from harness.clusters import Cluster, Plan
 from harness.mountpoint import eventually
-from harness.secure_cluster import SecureCluster
+from harness.secure_cluster import ONLY_ETCD
 
-from irdmafs.backend.cluster.config import ClusterConfig
 from irdmafs.backend.cluster.lease import Session
 from irdmafs.backend.etcd.engine import EtcdEngine
 from irdmafs.backend.etcd.leases import LEASE_BITS
 from irdmafs.backend.kv import NoSpace, Put
 from irdmafs.backend.model.records import MountRecord, decode, pin_key
-from irdmafs.backend.transport.peers import open_peers
-from irdmafs.backend.trust.security import Credentials, identity_in
+from irdmafs.backend.trust.security import identity_in
 
 # Without namespaces, so that this process can talk to nodes itself.
 PLAN = Plan(
@@ -104,16 +102,9 @@ def test_a_revoked_mount_is_cut_off_and_another_certificate_of_its_name_is_let_i
 async def test_an_open_connection_of_a_revoked_certificate_is_cut(cluster: Cluster) -> None:
     """Also where etcd is not asked: whoever speaks the protocol himself, and keeps his connection."""
     issue(cluster, "w2")
-    cluster.add_mount(certificate="mount-w2").kill9()
-    config = ClusterConfig.load(str(cluster.mounts[-1].config))
-    credentials = config.cluster.credentials("mount")
-    assert credentials is not None
-    nodes = cluster.live_nodes()
-    [node] = nodes
+    [node] = cluster.live_nodes()
 
-    async with open_peers(
-        nodes.get, (), credentials=credentials, name="thief", role="mount"
-    ) as peers:
+    async with cluster.peers("mount-w2") as peers:
         await peers.ping(node)
         await trio.to_thread.run_sync(lambda: cluster.administer("revoke", "w2", "--yes"))
         with trio.fail_after(20):
@@ -146,30 +137,19 @@ async def test_what_is_revoked_stays_so_when_etcd_forgets_it(cluster: Cluster) -
     eventually(lambda: "'w3' is revoked" in cluster.nodes[0].log_tail(), "the node knows")
     key = f"/irdmafs/default/K{identity.serial}"
     cluster.etcd.ctl("del", key)
-    credentials = Credentials(
-        *(
-            str(cluster.config_directory / name)
-            for name in ("ca.pem", "mount-w3.pem", "mount-w3.key")
-        )
-    )
-    nodes = cluster.live_nodes()
+    [node] = cluster.live_nodes()
 
-    async with open_peers(nodes.get, (), credentials=credentials, name="w3", role="mount") as peers:
+    async with cluster.peers("mount-w3") as peers:
         with pytest.raises(OSError, match="its certificate was revoked"):
-            await peers.ping(next(iter(nodes)))
+            await peers.ping(node)
 
 
 def test_who_hides_behind_another_name_is_put_out_all_the_same(cluster: Cluster) -> None:
     issue(cluster, "w5")
-    config = cluster.config_directory / "w5.toml"
-    config.write_text(cluster.config.read_text().replace("{role}", "mount-w5"))
     left_over: dict[str, bytes] = {}
 
     async def hide() -> None:
-        async with (
-            ClusterConfig.load(str(config)).cluster.engine("mount") as engine,
-            trio.open_nursery() as nursery,
-        ):
+        async with cluster.engine("mount", "mount-w5") as engine, trio.open_nursery() as nursery:
             record = MountRecord("elsewhere", "/hidden", 1, "0", "mount", "mount")
             session = Session(engine, record, 60)
             await nursery.start(session.run)
@@ -192,16 +172,11 @@ def test_who_hides_behind_another_name_is_put_out_all_the_same(cluster: Cluster)
 
 
 def test_revoking_what_is_not_there_or_gone_already_says_so(cluster: Cluster) -> None:
-    def refused(name: str) -> str:
-        done = run_irdmafs(cluster.admin, "cluster", "revoke", name, "--cluster", cluster.config)
-        assert done.returncode == 1, done
-        return done.stderr
-
-    assert "no certificate was issued to 'nobody'" in refused("nobody")
+    assert "no certificate was issued to 'nobody'" in cluster.refused("revoke", "nobody")
     issue(cluster, "w4")
     cluster.administer("revoke", "w4")
-    assert "were revoked already" in refused("w4")
-    assert "--yes agrees to cutting them off" in refused("mount")
+    assert "were revoked already" in cluster.refused("revoke", "w4")
+    assert "--yes agrees to cutting them off" in cluster.refused("revoke", "mount")
     assert [one["state"] for one in members(cluster) if one["name"] == "mount"] == ["valid"]
 
 
@@ -217,30 +192,23 @@ async def fill(engine: EtcdEngine) -> None:
         await engine.transact((), [Put(session + number.to_bytes(8, "big"), value)])
 
 
-async def test_a_mount_that_filled_etcd_is_revoked_and_writes_go_on(tmp_path: Path) -> None:
-    with SecureCluster(tmp_path, QUOTA_BYTES) as made:
-        made.cert("greedy", "mount")
-        async with made.engine("mount", "mount") as engine:
-            async with made.engine("greedy", "mount") as greedy:
+async def test_a_mount_that_filled_etcd_is_revoked_and_writes_go_on() -> None:
+    with Cluster(replace(ONLY_ETCD, etcd_quota_bytes=QUOTA_BYTES)) as made:
+        issue(made, "greedy")
+        async with made.engine("mount") as engine:
+            async with made.engine("mount", "mount-greedy") as greedy:
                 with pytest.raises(NoSpace):
                     await fill(greedy)
                 with pytest.raises(NoSpace, match="repair-etcd"):
                     await engine.transact((), [Put(b"l" + bytes(7) + b"1", b"")])
-                shown = made.irdmafs("status")
-                assert shown.returncode == 2
-                assert "irdmafs cluster repair-etcd" in shown.stdout
-
-                refused = made.irdmafs("revoke", "greedy")
-                assert refused.returncode == 1
-                assert (
-                    "irdmafs cluster repair-etcd; irdmafs cluster revoke greedy" in refused.stderr
-                )
+                shown = made.administer("status", allowed=(2,))
+                assert "irdmafs cluster repair-etcd" in shown
+                refused = made.refused("revoke", "greedy")
+                assert "irdmafs cluster repair-etcd; irdmafs cluster revoke greedy" in refused
                 assert not await engine.range(b"p", b"q")
-                repaired = made.irdmafs("repair-etcd")
-                assert repaired.returncode == 0, repaired
+                made.administer("repair-etcd")
                 await engine.transact((), [Put(b"l" + bytes(7) + b"1", b"")])
                 with pytest.raises(PermissionError):
                     await fill(greedy)
-            revoked = made.irdmafs("revoke", "greedy")
-            assert revoked.returncode == 0, revoked
-            assert "ALARM" not in made.irdmafs("status").stdout
+            made.administer("revoke", "greedy")
+            assert "ALARM" not in made.administer("status", allowed=(0, 1, 2))

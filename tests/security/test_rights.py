@@ -2,39 +2,31 @@
 
 import errno
 import itertools
-from collections.abc import Awaitable, Iterator, Sequence
-from pathlib import Path
+from collections.abc import Awaitable, Sequence
 
 import pytest
 import trio
+from harness.clusters import Cluster
 from harness.secure_cluster import (
     CLUSTER,
     NAMESPACE,
     NODE_RECORDS,
+    ONLY_ETCD,
     PLACEMENT,
-    SecureCluster,
     keys_within,
 )
 
 from irdmafs.backend.cluster.etcd_rights import own_ranges, shared_ranges
 from irdmafs.backend.cluster.lease import MOUNT, Session
-from irdmafs.backend.etcd.client import DirectClient
 from irdmafs.backend.etcd.engine import EtcdEngine
 from irdmafs.backend.etcd.rpc import RpcError
 from irdmafs.backend.kv import Delete, Put
 from irdmafs.backend.model.lock_claims import guard_key
 from irdmafs.backend.model.records import MountRecord, key_of, pin_key, policy_key, pool_key
 from irdmafs.backend.namespace.inode import FIRST_VIRTUAL_INO, inode_key, name_key
-from irdmafs.backend.trust.authority import issue, make_ca
 from irdmafs.backend.trust.security import Role
 
-
-@pytest.fixture(scope="module")
-def made(tmp_path_factory: pytest.TempPathFactory) -> Iterator[SecureCluster]:
-    """With the certificates of two mounts."""
-    with SecureCluster(tmp_path_factory.mktemp("secure")) as cluster:
-        cluster.cert("other", "mount")
-        yield cluster
+PLAN = ONLY_ETCD
 
 
 def session(engine: EtcdEngine) -> Session:
@@ -72,8 +64,8 @@ def test_ranges_of_different_certificates_do_not_meet() -> None:
         assert all(one.end <= after.start for one, after in itertools.pairwise(ranges))
 
 
-async def test_a_mount_changes_neither_members_nor_groups_nor_settings(made: SecureCluster) -> None:
-    async with made.engine("mount", "mount") as engine:
+async def test_a_mount_changes_neither_members_nor_groups_nor_settings(cluster: Cluster) -> None:
+    async with cluster.engine("mount") as engine:
         assert await allowed_writes(engine, NODE_RECORDS | PLACEMENT | CLUSTER) == []
         writes = await allowed_writes(engine, NAMESPACE | {"a wanted pool": pool_key(1)})
         # The engine itself puts this key in each transaction, so it cannot be asked for again.
@@ -82,20 +74,21 @@ async def test_a_mount_changes_neither_members_nor_groups_nor_settings(made: Sec
         }
 
 
-async def test_a_mount_writes_no_keys_that_mean_nothing(made: SecureCluster) -> None:
+async def test_a_mount_writes_no_keys_that_mean_nothing(cluster: Cluster) -> None:
     odd = [
         *(b"d", b"dd", inode_key(0), inode_key(FIRST_VIRTUAL_INO), name_key(2**63, b"x"), b"i\xff"),
         *(b"t\0", guard_key(2**64 - 1), policy_key(0), policy_key(256), pool_key(1 << 16)),
         *(b"P", b"w", b"uu", b"s\0", b"z"),
     ]
-    async with made.engine("mount", "mount") as engine:
+    async with cluster.engine("mount") as engine:
         assert await allowed_writes(engine, {repr(key): key for key in odd}) == []
 
 
-async def test_a_mount_has_its_own_session_and_no_other_s(made: SecureCluster) -> None:
+async def test_a_mount_has_its_own_session_and_no_other_s(cluster: Cluster) -> None:
+    cluster.administer("cert", "other", "--role", "mount")
     async with (
-        made.engine("other", "mount") as victim,
-        made.engine("mount", "mount") as engine,
+        cluster.engine("mount", "mount-other") as victim,
+        cluster.engine("mount") as engine,
         trio.open_nursery() as nursery,
     ):
         theirs, ours = session(victim), session(engine)
@@ -117,8 +110,8 @@ async def test_a_mount_has_its_own_session_and_no_other_s(made: SecureCluster) -
         nursery.cancel_scope.cancel()
 
 
-async def test_a_node_changes_neither_names_nor_sessions(made: SecureCluster) -> None:
-    async with made.engine("node", "node") as engine, made.engine("mount", "mount") as mount:
+async def test_a_node_changes_neither_names_nor_sessions(cluster: Cluster) -> None:
+    async with cluster.engine("node") as engine, cluster.engine("mount") as mount:
         names = {what: key for what, key in NAMESPACE.items() if what != "the last transaction"}
         lease = await mount.leases.grant(5)
         of_mount = {"a session": key_of(MOUNT, lease), "a pin": pin_key(5, lease)}
@@ -127,28 +120,13 @@ async def test_a_node_changes_neither_names_nor_sessions(made: SecureCluster) ->
 
 
 @pytest.mark.parametrize("role", ["mount", "node"])
-async def test_nobody_gives_himself_rights(made: SecureCluster, role: Role) -> None:
-    async with made.engine(role, role) as engine:
+async def test_nobody_gives_himself_rights(cluster: Cluster, role: Role) -> None:
+    async with cluster.engine(role) as engine:
         assert await refused(engine.admin.auth.add_user("thief", ["root"]))
         assert await refused(engine.admin.auth.set_role("thief", [], [(b"\0", b"\xff")]))
         assert await refused(engine.admin.auth.delete_user("mount"))
 
 
-async def test_the_keys_of_others_in_the_same_etcd_are_not_read(made: SecureCluster) -> None:
-    async with made.engine("mount", "mount") as engine:
+async def test_the_keys_of_others_in_the_same_etcd_are_not_read(cluster: Cluster) -> None:
+    async with cluster.engine("mount") as engine:
         assert await refused(engine.admin.has_others())
-
-
-async def test_who_has_no_certificate_or_another_cluster_s_stays_out(
-    made: SecureCluster, tmp_path: Path
-) -> None:
-    make_ca(str(tmp_path), "default")
-    stranger = issue(str(tmp_path), "mount", "mount")
-    prefix = b"/irdmafs/default/"
-    ca = str(made.directory / "ca.pem")
-    for cert, key in ((None, None), (stranger.cert, stranger.key)):
-        client = DirectClient([made.etcd.endpoint], ca=ca, cert=cert, key=key)
-        engine = EtcdEngine((), prefix, client=client, timeout_s=1)
-        with pytest.raises(OSError):
-            await engine.open()
-        await engine.close()

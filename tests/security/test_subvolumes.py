@@ -17,10 +17,8 @@ from harness.clusters import Cluster, ClusterMount, CommandFailed, Plan, counter
 from harness.errors import fails_with
 from harness.mountpoint import eventually
 from harness.refused_changes import changes_in, errno_of, outcomes
-from harness.secure_cluster import SecureCluster
 from test_rights import allowed_writes
 
-from irdmafs.backend.cluster.config import ClusterConfig
 from irdmafs.backend.cluster.lease import Session
 from irdmafs.backend.kv import Put
 from irdmafs.backend.model.lock_claims import Entry, entry_key, guard_key
@@ -194,18 +192,17 @@ def test_without_its_directory_a_mount_is_refused(made: Cluster, whole: Path) ->
     renewed.close()
 
 
-async def forge(mount: ClusterMount, *puts: Put) -> None:
-    """Write records with the certificate of a mount."""
-    config = ClusterConfig.load(os.fspath(mount.config)).cluster
-    async with config.engine("mount") as engine:
+async def forge(cluster: Cluster, *puts: Put) -> None:
+    """Write records with the certificate of the mount that is kept to models/."""
+    async with cluster.engine("mount", "mount-trainer") as engine:
         await engine.transact((), puts)
 
 
-async def test_a_forged_name_takes_no_file_of_others(whole: Path, kept: ClusterMount) -> None:
+async def test_a_forged_name_takes_no_file_of_others(made: Cluster, whole: Path) -> None:
     top, victim = os.stat(whole / "models").st_ino, os.stat(whole / "others/small").st_ino
     forged = whole / "models/forged"
     for target in (victim, os.stat(whole / "others").st_ino, ROOT_INO):
-        await forge(kept, Put(name_key(top, b"forged"), target.to_bytes(8, "big")))
+        await forge(made, Put(name_key(top, b"forged"), target.to_bytes(8, "big")))
         eventually(lambda: errno_of(os.stat, forged) == errno.EIO, "the name is an error")
         os.unlink(forged)
     assert os.stat(whole / "others/small").st_nlink == 1
@@ -218,12 +215,12 @@ def record_of(made: Cluster, path: Path) -> bytes:
 
 
 async def test_a_forged_content_is_not_freed_for_the_file_that_has_it(
-    made: Cluster, whole: Path, kept: ClusterMount
+    made: Cluster, whole: Path
 ) -> None:
     top, size = os.stat(whole / "models").st_ino, 300_000
     value, forged = record_of(made, whole / "others/large"), top + (1 << 30)
     await forge(
-        kept, Put(inode_key(forged), value), Put(name_key(top, b"copy"), forged.to_bytes(8, "big"))
+        made, Put(inode_key(forged), value), Put(name_key(top, b"copy"), forged.to_bytes(8, "big"))
     )
     eventually(lambda: (whole / "models/copy").exists(), "the name is seen")
     os.unlink(whole / "models/copy")
@@ -234,7 +231,7 @@ async def test_a_forged_content_is_not_freed_for_the_file_that_has_it(
 
 
 async def test_contents_that_it_names_first_are_published_by_their_writers(
-    made: Cluster, whole: Path, kept: ClusterMount
+    made: Cluster, whole: Path
 ) -> None:
     give(made, "tenant", "apart")
     tenant = made.add_mount(certificate="mount-tenant").path
@@ -247,7 +244,7 @@ async def test_contents_that_it_names_first_are_published_by_their_writers(
             inode.extent = ContentId(inode.extent + 1)
             forged = os.stat(whole / "models").st_ino + first + number
             puts.append(Put(inode_key(forged), inode.encode()))
-        await forge(kept, *puts)
+        await forge(made, *puts)
         (directory / "after").write_bytes(b"a" * 300_000)
     made.nodes[0].terminate()
     made.nodes[0].start()
@@ -259,9 +256,8 @@ async def test_contents_that_it_names_first_are_published_by_their_writers(
     made.remove_mount()
 
 
-async def test_an_entry_for_a_file_elsewhere_locks_nothing(whole: Path, kept: ClusterMount) -> None:
-    section = ClusterConfig.load(os.fspath(kept.config)).cluster
-    async with section.engine("mount") as engine, trio.open_nursery() as nursery:
+async def test_an_entry_for_a_file_elsewhere_locks_nothing(made: Cluster, whole: Path) -> None:
+    async with made.engine("mount", "mount-trainer") as engine, trio.open_nursery() as nursery:
         session = Session(engine, MountRecord("h", "/m", 1, "0", "trainer", "mount"), 20)
         await nursery.start(session.run)
         key = entry_key(os.stat(whole / "others/small").st_ino, session.lease)
@@ -273,30 +269,22 @@ async def test_an_entry_for_a_file_elsewhere_locks_nothing(whole: Path, kept: Cl
         nursery.cancel_scope.cancel()
 
 
-async def test_etcd_refuses_it_the_keys_of_all_else(tmp_path: Path) -> None:
-    with SecureCluster(tmp_path) as cluster:
-        done = cluster.irdmafs("cert", "kept", "--role", "mount", "--root", "models")
-        assert done.returncode == 0, done
-        top = SUBVOLUMES[0]
-        makers: list[Callable[[int], bytes]] = [
-            inode_key, time_key, guard_key, claim_key, next_ino_key,
-            lambda ino: name_key(ino, b"x"), lambda ino: wish_key(ino, 1),
-        ]  # fmt: skip
-        inside = {f"{make(number)!r}": make(number) for make in makers for number in [top]}
-        last = numbers_of(top)[-1]
-        inside |= {f"{make(last)!r}": make(last) for make in makers if make is not next_ino_key}
-        outside = [make(number) for make in makers for number in (ROOT_INO, 2, top - 1, last + 1)]
-        outside += [
-            NEXT_INO_KEY,
-            next_ino_key(last),
-            next_ino_key(top + 1),
-            policy_key(3),
-            pool_key(1),
-        ]
-        async with cluster.engine("kept", "mount") as engine:
-            assert len(await allowed_writes(engine, inside)) == 2 * len(inside)
-            assert await allowed_writes(engine, {repr(key): key for key in outside}) == []
-            assert await engine.range(b"c", b"d")
+async def test_etcd_refuses_it_the_keys_of_all_else(made: Cluster, whole: Path) -> None:
+    give(made, "forger", "forged")
+    top = os.stat(whole / "forged").st_ino
+    makers: list[Callable[[int], bytes]] = [
+        inode_key, time_key, guard_key, claim_key, next_ino_key,
+        lambda ino: name_key(ino, b"x"), lambda ino: wish_key(ino, 1),
+    ]  # fmt: skip
+    inside = {f"{make(top)!r}": make(top) for make in makers}
+    last = numbers_of(top)[-1]
+    inside |= {f"{make(last)!r}": make(last) for make in makers if make is not next_ino_key}
+    outside = [make(number) for make in makers for number in (ROOT_INO, 2, top - 1, last + 1)]
+    outside += [NEXT_INO_KEY, next_ino_key(last), next_ino_key(top + 1), policy_key(3), pool_key(1)]
+    async with made.engine("mount", "mount-forger") as engine:
+        assert len(await allowed_writes(engine, inside)) == 2 * len(inside)
+        assert await allowed_writes(engine, {repr(key): key for key in outside}) == []
+        assert await engine.range(b"c", b"d")
 
 
 def test_inode_numbers_belong_to_one_subvolume() -> None:

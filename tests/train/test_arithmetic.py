@@ -108,17 +108,6 @@ def test_values_are_rounded_as_torch_rounds_them(code: str) -> None:
     assert bool(tensor[torch.from_numpy(~is_number)].float().isnan().all())
 
 
-@pytest.mark.parametrize("code", SMALL)
-def test_an_element_survives_the_way_to_float32_and_back(code: str) -> None:
-    elements = all_codes(code)
-    values = np.empty(len(elements), np.float32)
-    to_float32(elements, values)
-    with np.errstate(all="ignore"):
-        found = values.astype(elements.dtype)
-    is_number = ~np.isnan(values)
-    assert np.array_equal(unsigned(found)[is_number], unsigned(elements)[is_number])
-
-
 def test_types_without_arithmetic_are_refused() -> None:
     out = np.empty(3, np.float32)
     with pytest.raises(ValueError, match="no arithmetic with elements of int64, only of F32"):

@@ -196,8 +196,8 @@ WORK = Work(10.0, GRADIENT_BYTES, GRADIENT_BYTES)
 TRANSFER_S = GRADIENT_BYTES / LINK_BYTES_S
 
 
-def exchange_s(cluster: Cluster, work: Work = WORK) -> float:
-    found = step_time(work, cluster)
+def exchange_s(cluster: Cluster) -> float:
+    found = step_time(WORK, cluster)
     return found.push_s + found.pull_s
 
 

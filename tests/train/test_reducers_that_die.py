@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 from harness.clusters import Cluster, Daemon, Plan
+from harness.daemons import paused
 from harness.mountpoint import eventually
 from harness.parts import ClusterMount, irdmafs_command, run_instead
 from harness.programs import hasty_reducer
@@ -49,9 +50,8 @@ def test_reducer_that_was_cut_off_for_longer_than_its_lease_goes_on(cluster: Clu
     with Worker(run, "w") as worker:
         worker.push(ones(1))
         assert worker.pull(timeout_s=30)["norm"].tolist() == [1] * 3
-        cut_off.pause()
-        eventually(lambda: is_free(run), "its lease ends", 30)
-        cut_off.resume()
+        with paused(cut_off):
+            eventually(lambda: is_free(run), "its lease ends", 30)
         worker.push(ones(1))
         assert worker.pull(timeout_s=30)["norm"].tolist() == [2] * 3
     process.kill9()

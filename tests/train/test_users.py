@@ -8,7 +8,8 @@ from typing import Any
 
 import pytest
 from conftest import make_mount
-from harness.mountpoint import Mount, eventually, run_checked
+from harness.mountpoint import Mount, eventually
+from harness.network import run as run_checked
 from harness.processes import Process, as_user
 from harness.training_runs import parameters
 

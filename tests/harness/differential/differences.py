@@ -184,11 +184,14 @@ class Uncertain:
         """Return whether both are the same but for what may differ."""
         if step.op in _LOCK_OPS and self._holders.of(step, "slot") in self._locks_unknown:
             return True
-        if self._replaced:
-            tmpfs, mount = (without_times(one, self._replaced) for one in (tmpfs, mount))
-        if self._in_cluster:
-            opened = self._holders.opened()
-            tmpfs, mount = (without_times_of_lost(one, opened) for one in (tmpfs, mount))
+        opened = self._holders.opened()
+
+        def has_other_times(file: Value) -> bool:
+            """Also, in a cluster, where it has neither a name nor a descriptor by which it can be read."""
+            is_lost = not file["nlink"] and file["inode"] not in opened
+            return file["inode"] in self._replaced or (self._in_cluster and is_lost)
+
+        tmpfs, mount = (without_times(one, has_other_times) for one in (tmpfs, mount))
         uncertain = set(self._parted)
         if "slot" not in step.arguments or step.arguments.keys() & {"path", "new"}:
             uncertain |= self._private
@@ -215,22 +218,12 @@ def veiled(value: Value, inodes: set[int]) -> object:
     return tuple(veiled(part, inodes) for part in value)
 
 
-def without_times(value: Value, inodes: set[int]) -> object:
-    """The value without times of these files."""
-    if isinstance(value, dict) and value["inode"] in inodes:
+def without_times(value: Value, is_chosen: Callable[[Value], bool]) -> object:
+    """The value without times of the files that are chosen by their attributes."""
+    if isinstance(value, dict) and is_chosen(value):
         return {key: one for key, one in value.items() if not key.endswith("time")}
     if isinstance(value, tuple):
-        return tuple(without_times(part, inodes) for part in value)
-    return value
-
-
-def without_times_of_lost(value: Value, opened: set[int]) -> object:
-    """The value without times of files that have neither a name nor a descriptor through which they can be
-    read."""
-    if isinstance(value, dict) and not value["nlink"] and value["inode"] not in opened:
-        return {key: one for key, one in value.items() if not key.endswith("time")}
-    if isinstance(value, tuple):
-        return tuple(without_times_of_lost(part, opened) for part in value)
+        return tuple(without_times(part, is_chosen) for part in value)
     return value
 
 

@@ -211,3 +211,10 @@ class Model(Machine[State]):
         hosts = list(state.hosts)
         hosts[number] = hosts[number]._replace(**changes)
         return state._replace(hosts=tuple(hosts))
+
+
+KEPT = {"a session ends": Bounds(losses=1)}
+# Some rules are not needed as long as every session lives.
+NEEDED = dict.fromkeys(Rules._fields, Bounds()) | dict.fromkeys(
+    ("keeps_within_session_only", "stores_compare_name"), Bounds(losses=1)
+)

@@ -296,3 +296,10 @@ class Model(Machine[State]):
 
     def _reader(self, state: State, **changes: Any) -> State:
         return state._replace(reader=state.reader._replace(**changes))
+
+
+KEPT = {"two hosts": Bounds(), "a claim is lost": Bounds(changes=1, losses=1)}
+# Some rules are not needed as long as every session lives.
+NEEDED = dict.fromkeys(Rules._fields, Bounds()) | dict.fromkeys(
+    ("defers_within_session_only", "stores_compare_without_claim"), Bounds(changes=1, losses=1)
+)

@@ -8,6 +8,8 @@ from typing import NamedTuple, Protocol, TypeVar
 
 State = TypeVar("State", bound=Hashable)
 
+STATES_MAX = 10_000_000
+
 
 class Machine(Protocol[State]):
     def initial(self) -> State: ...
@@ -68,8 +70,8 @@ def _without_collection() -> Iterator[None]:
 
 
 @_without_collection()
-def explore(model: Machine[State], limit: int = 10_000_000) -> Explored:
-    """Visit all states, at most `limit`. Raises Broken with the shortest trace to a bad one."""
+def explore(model: Machine[State]) -> Explored:
+    """Visit all states, at most STATES_MAX. Raises Broken with the shortest trace to a bad one."""
     start = model.canonical(model.initial())
     # Also has states as they were before they were reduced, so that each of these is reduced once.
     came_from: dict[State, State | None] = {start: None}
@@ -103,7 +105,7 @@ def explore(model: Machine[State], limit: int = 10_000_000) -> Explored:
         if state is level_end and frontier:
             depth += 1
             level_end = frontier[-1]
-        if states > limit:
+        if states > STATES_MAX:
             return Explored(states, steps, depth, False)
     return Explored(states, steps, depth, True)
 

@@ -401,3 +401,23 @@ class Model(Machine[State]):
 
 def _put(row: tuple[T, ...], at: int, what: T) -> tuple[T, ...]:
     return (*row[:at], what, *row[at + 1 :])
+
+
+_ONCE, _SHARED = Bounds(rounds=1), Bounds(writers=1, readers=1, rounds=1)
+_TWICE, _CUT_OFF = Bounds(rounds=2), Bounds(rounds=1, losses=1)
+KEPT = {"exclusive": _ONCE, "shared": _SHARED}
+# Some seconds, together.
+BOUNDED = {
+    "hosts that come back for the lock": _TWICE,
+    "a session that ends": _CUT_OFF,
+    "a session of two that share the lock ends": _SHARED._replace(losses=1),
+}
+# The others are needed where there are three hosts (test_protocols.py).
+NEEDED = {
+    "growth_compares_guard": _ONCE,
+    "grants_within_session_only": _CUT_OFF,
+    "shrinks_before_it_says_so": _TWICE,
+    "publishes_before_it_unlocks": _ONCE,
+    "publish_compares_session": _CUT_OFF,
+    "growth_waits_for_its_revision": _ONCE,
+}

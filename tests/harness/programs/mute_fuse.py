@@ -17,7 +17,8 @@ import trio
 
 # The program needs none of it, and would take longer to start than to run.
 if __name__ != "__main__":
-    from harness.mountpoint import eventually, run_checked
+    from harness.mountpoint import eventually
+    from harness.network import run as run_checked
     from harness.scratch import mount_points, scratch_directory
 
 _FILES = {2: b"file", 3: b"page"}

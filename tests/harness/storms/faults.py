@@ -13,9 +13,9 @@ from harness.clusters import Cluster, Daemon, StoreNode
 from harness.storms.history import Operation
 
 MEGABIT = 1e6
+RECOVERY_S = 90.0
 # So many at a time; with more than that hardly anything works, and little is tested.
 AT_ONCE = 2
-GAP_S = (0.2, 1.5)
 # A mount stores what it defers within this time, unless it is cut off.
 DEFERRED_NS = 1e9
 
@@ -39,16 +39,14 @@ class Faults:
 
     `at_once` 1: the cluster recovers from each before the next."""
 
-    def __init__(
-        self,
-        cluster: Cluster,
-        seed: int,
-        at_once: int = AT_ONCE,
-        gap_s: tuple[float, float] = GAP_S,
-    ) -> None:
+    # How long a fault lasts, and a pause, in lengths of a lease.
+    lasts = (0.1, 1.8)
+    pauses = (1.1, 2.0)
+    gap_s = (0.2, 1.5)
+
+    def __init__(self, cluster: Cluster, seed: int, at_once: int = AT_ONCE) -> None:
         self._cluster = cluster
         self._at_once = at_once
-        self._gap_s = gap_s
         self._random = random.Random(seed)
         self._ttl_s = cluster.plan.lease_ttl_s
         self._numbers = itertools.count()
@@ -81,7 +79,14 @@ class Faults:
             order += self._random.sample(sorted(self._kinds), len(self._kinds))
         for kind in order[:count]:
             self._do(kind)
+        self._recover()
+
+    def _recover(self) -> None:
         self._end_all()
+        self._cluster.heal_all()
+        for mount in self._cluster.mounts:
+            mount.wait_ready()
+        self._cluster.wait_healthy(RECOVERY_S)
 
     def _do(self, kind: str) -> None:
         while len(self._ending) >= self._at_once:
@@ -89,7 +94,7 @@ class Faults:
         if self._at_once == 1:
             self._cluster.wait_healthy()
         self._kinds[kind]()
-        self._pass_time(self._random.uniform(*self._gap_s))
+        self._pass_time(self._random.uniform(*self.gap_s))
 
     def _end_all(self) -> None:
         while self._ending:
@@ -136,7 +141,11 @@ class Faults:
 
     def _any_duration_s(self) -> float:
         """Shorter or longer than a lease."""
-        return self._random.uniform(0.1, 1.8) * self._ttl_s
+        return self._random.uniform(*self.lasts) * self._ttl_s
+
+    def _pause_s(self) -> float:
+        """Until after the lease is over: who was stopped wakes up as somebody who was given up."""
+        return self._random.uniform(*self.pauses) * self._ttl_s
 
     # -- faults
 
@@ -211,12 +220,10 @@ class Faults:
         self._begin(f"isolate {kind}", [part], self._any_duration_s(), heal)
 
     def _pause(self, kind: str, parts: Sequence[Daemon]) -> None:
-        """SIGSTOP until after the lease is over: it wakes up as somebody who was given up."""
         part = self._choose(parts)
         if part is not None:
             part.pause()
-            seconds = self._random.uniform(1.1, 2.0) * self._ttl_s
-            self._begin(f"pause {kind}", [part], seconds, part.resume)
+            self._begin(f"pause {kind}", [part], self._pause_s(), part.resume)
 
     def _fill(self) -> None:
         node = self._choose(self._cluster.nodes)

@@ -580,7 +580,7 @@ class Workers(Closing):
                 raise TimeoutError(f"still busy after {within_s} s:\n{lines}") from None
             assert process.returncode == 0, f"a worker ended with {process.returncode}"
 
-    def final_reads(self, within_s: float = STOP_TIMEOUT_S) -> None:
+    def final_reads(self) -> None:
         """Read every name on every mount, after everything. Raises TimeoutError."""
         for i, (host, directory) in enumerate(self._mounts.items()):
             self._start(
@@ -591,7 +591,7 @@ class Workers(Closing):
                 pause_s=0,
                 final=True,
             )
-        self.stop(within_s)
+        self.stop()
 
     def operations(self) -> list[Operation]:
         """What was recorded so far, the newest record of each operation, in the order they began."""

@@ -1,18 +1,10 @@
-"""A program that makes names exclusively, at the pace of others that make the same names on other hosts.
-
-    python names.py DIRECTORY HOST SEED LOG
-
-It ends when its standard input does. Each line of the log is JSON: the name and how far it came: "taken",
-"failed" (before or after it was made) or "made", which is after a close that returned 0.
-"""
+"""Names that are made exclusively, at the pace of others that make the same names on other hosts."""
 
 import contextlib
-import json
 import os
 import random
-import select
-import sys
 import time
+from pathlib import Path
 
 DIRECTORIES = 4
 # Hosts make the name that it is time for. They are ahead of it or late by at most so many names.
@@ -24,9 +16,11 @@ def name_of(number: int) -> str:
     return f"directory{number // 50 % DIRECTORIES}/name{number}"
 
 
-def make(directory: str, host: str, number: int) -> str:
+def _make(directory: Path, host: str, number: int) -> str:
+    """Return how far it came: "taken", "failed" (before or after it was made), or "made", which is after a
+    close that returned 0."""
     try:
-        fd = os.open(f"{directory}/{name_of(number)}", os.O_CREAT | os.O_EXCL | os.O_WRONLY)
+        fd = os.open(directory / name_of(number), os.O_CREAT | os.O_EXCL | os.O_WRONLY)
     except FileExistsError:
         return "taken"
     except OSError:
@@ -40,19 +34,16 @@ def make(directory: str, host: str, number: int) -> str:
     return "made"
 
 
-def main(directory: str, host: str, seed: str, log: str) -> None:
+def make_names(directory: Path, host: str, seed: int, end: Path) -> list[tuple[int, str]]:
+    """Make names until there is a file `end`. Return what came of each."""
     chooser = random.Random(f"{seed} {host}")
     began = time.monotonic()
-    number = 0
-    with open(log, "w", buffering=1) as file:
-        while not select.select([sys.stdin], [], [], 0)[0]:
-            due = int((time.monotonic() - began) * NAMES_PER_S)
-            number = max(number, due - chooser.randrange(AHEAD_MAX))
-            for _ in range(chooser.randrange(1, AHEAD_MAX)):
-                print(json.dumps([number, make(directory, host, number)]), file=file)
-                number += 1
-            time.sleep(max(0.0, (number - due) / NAMES_PER_S - AHEAD_MAX / NAMES_PER_S))
-
-
-if __name__ == "__main__":
-    main(*sys.argv[1:])
+    number, outcomes = 0, list[tuple[int, str]]()
+    while not end.exists():
+        due = int((time.monotonic() - began) * NAMES_PER_S)
+        number = max(number, due - chooser.randrange(AHEAD_MAX))
+        for _ in range(chooser.randrange(1, AHEAD_MAX)):
+            outcomes.append((number, _make(directory, host, number)))
+            number += 1
+        time.sleep(max(0.0, (number - due) / NAMES_PER_S - AHEAD_MAX / NAMES_PER_S))
+    return outcomes

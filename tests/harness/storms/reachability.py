@@ -1,6 +1,6 @@
 """How long writers wrote nothing although they had what writing takes.
 
-A program on the host of each mount looks at etcd, again and again, as a client of its own. A look is
+A thread on the host of each mount looks at etcd, again and again, as a client of its own. A look is
 *clear* if
 
 - etcd answered it with a linearizable read: a majority of etcd's members is together, and one that belongs
@@ -10,38 +10,33 @@ A program on the host of each mount looks at etcd, again and again, as a client 
 
 So a time in which a storm keeps a majority of etcd or all replicas of a group away is not counted. Looks
 are counted and not seconds: a machine that is too busy for the mounts is too busy for the looks, too.
-
-    python reachability.py MOUNTPOINT HOST:PORT...    prints a line for each look
 """
 
 from __future__ import annotations
 
-import base64
 import itertools
-import json
-import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable, Collection, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from http.client import HTTPConnection, HTTPException
-from pathlib import Path
-from typing import TYPE_CHECKING
+from http.client import HTTPConnection
 
-# Run by its path: what `harness` is must be found beside this folder.
-sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
-
-from harness.scratch import mount_points
+from harness.closing import Closing
+from harness.clusters import Cluster, ClusterMount, CommandFailed
+from harness.etcd import ask, pairs_in, range_of
+from harness.fork_server import enter
+from harness.forks import namespace_of
 from irdmafs.backend.model.records import GroupConfig, NodeAddress, decode
-
-if TYPE_CHECKING:
-    from harness.clusters import Cluster
 
 LOOK_EVERY_S = 0.2
 ANSWER_S = 0.5
 PREFIX = b"/irdmafs/default/"
 
 NO_MORE = sys.maxsize, False
+# When somebody looked, and the hosts of the members in sync of each group; None: nothing could be written.
+Look = tuple[int, list[list[str]] | None]
 # can_write(when, groups): no fault stopped a writer then, when the members in sync were on these hosts.
 CanWrite = Callable[[int, Collection[Collection[str]]], bool]
 
@@ -59,12 +54,10 @@ class Gap:
         return f"{seconds:.1f} s from {self.began / 1e9:.3f}, {self.clear} clear looks"
 
 
-def gaps(successes: Sequence[int], looks: Path, can_write: CanWrite) -> list[Gap]:
+def gaps(successes: Sequence[int], looks: Sequence[Look], can_write: CanWrite) -> list[Gap]:
     """Return the times between successes of one writer, whose host made these looks."""
     found = []
-    # The last line may have been cut short.
-    seen = (json.loads(line) for line in looks.read_text().splitlines()[:-1])
-    judged = ((when, groups is not None and can_write(when, groups)) for when, groups in seen)
+    judged = ((when, groups is not None and can_write(when, groups)) for when, groups in looks)
     when, clear = next(judged, NO_MORE)
     for began, ended in itertools.pairwise(successes):
         longest = run = 0
@@ -76,78 +69,54 @@ def gaps(successes: Sequence[int], looks: Path, can_write: CanWrite) -> list[Gap
     return found
 
 
-class Lookouts:
-    """The programs that look, one on the host of each mount. A context manager.
+class Lookouts(Closing):
+    """Those who look. A context manager; `looks` has what each of them saw, by its host."""
 
-    Looks of host NAME are in `logs`/NAME.looks."""
+    def __init__(self, cluster: Cluster) -> None:
+        self.looks: dict[str, list[Look]] = {mount.host.name: [] for mount in cluster.mounts}
+        self._ended = threading.Event()
+        self._threads = ThreadPoolExecutor(len(cluster.mounts))
+        self._looking = [
+            self._threads.submit(self._keep_looking, mount, [*cluster.etcd.endpoints])
+            for mount in cluster.mounts
+        ]
 
-    def __init__(self, cluster: Cluster, logs: Path) -> None:
-        self._running = []
-        for mount in cluster.mounts:
-            command = [*mount.host.launcher, sys.executable, __file__, str(mount.path)]
-            with (logs / f"{mount.host.name}.looks").open("wb") as log:
-                self._running.append(
-                    subprocess.Popen([*command, *cluster.etcd.endpoints], stdout=log)
-                )
+    def close(self) -> None:
+        """Raises what kept somebody from looking."""
+        self._ended.set()
+        with self._threads:
+            for looking in self._looking:
+                looking.result()
 
-    def __enter__(self) -> Lookouts:
-        return self
+    def _keep_looking(self, mount: ClusterMount, endpoints: list[str]) -> None:
+        if namespace := namespace_of(mount.host.launcher):
+            enter(namespace)
+        hosts: dict[bytes, str] = {}
+        next_s = time.monotonic()
+        while not self._ended.wait(next_s - time.monotonic()):
+            next_s = time.monotonic() + LOOK_EVERY_S
+            when = time.monotonic_ns()
+            groups = _look(endpoints, hosts) if mount.is_mounted() else None
+            self.looks[mount.host.name].append((when, groups))
 
-    def __exit__(self, *_exc: object) -> None:
-        some_ended = any(program.poll() is not None for program in self._running)
-        for program in self._running:
-            program.kill()
-            program.wait()
-        assert not some_ended, "nobody looked whether a writer could write"
 
-
-class Looks:
-    def __init__(self, mountpoint: str, endpoints: Sequence[str]) -> None:
-        self._mountpoint = mountpoint
-        self._endpoints = list(endpoints)
-        self._hosts: dict[bytes, str] = {}
-
-    def look(self) -> list[list[str]] | None:
-        """Return the hosts of the members in sync of each group; None: nothing could be written."""
-        if self._mountpoint not in mount_points():
-            return None
-        for endpoint in self._endpoints:
-            try:
-                nodes, groups = self._records(endpoint, b"n"), self._records(endpoint, b"g")
-            except (OSError, HTTPException, ValueError):
-                continue
-            self._endpoints.remove(endpoint)
-            self._endpoints.insert(0, endpoint)
-            for key, value in nodes.items():
-                self._hosts[key] = decode(value, NodeAddress).host
-            sets = {decode(value, GroupConfig).in_sync for value in groups.values()}
-            return [[self._host(node) for node in nodes] for nodes in sets]
-        return None
-
-    def _host(self, node: int) -> str:
-        return self._hosts.get(node.to_bytes(8, "big"), "")
-
-    @staticmethod
-    def _records(endpoint: str, kind: bytes) -> dict[bytes, bytes]:
-        start = PREFIX + kind
-        connection = HTTPConnection(endpoint, timeout=ANSWER_S)
+def _look(endpoints: list[str], hosts: dict[bytes, str]) -> list[list[str]] | None:
+    """Ask an etcd member that answers, which is the first one to be asked next time. `hosts` are those of
+    all nodes that were ever seen."""
+    for endpoint in endpoints:
         try:
-            ends = {"key": start, "range_end": PREFIX + bytes([kind[0] + 1])}
-            body = {name: base64.b64encode(key).decode() for name, key in ends.items()}
-            connection.request("POST", "/v3/kv/range", json.dumps(body))
-            with connection.getresponse() as response:
-                found = json.loads(response.read())["kvs"]
-        except (KeyError, TypeError) as error:
-            raise ValueError(f"{endpoint} has no {kind!r}") from error
-        finally:
-            connection.close()
-        decoded = base64.b64decode
-        return {decoded(one["key"])[len(start) :]: decoded(one["value"]) for one in found}
+            nodes, groups = (_records(endpoint, PREFIX + kind) for kind in (b"n", b"g"))
+        except CommandFailed:
+            continue
+        if nodes and groups:
+            endpoints.remove(endpoint)
+            endpoints.insert(0, endpoint)
+            hosts |= {key: decode(value, NodeAddress).host for key, value in nodes.items()}
+            sets = {decode(value, GroupConfig).in_sync for value in groups.values()}
+            return [[hosts.get(node.to_bytes(8, "big"), "") for node in nodes] for nodes in sets]
+    return None
 
 
-if __name__ == "__main__":
-    looks = Looks(sys.argv[1], sys.argv[2:])
-    while True:
-        began = time.monotonic()
-        print(json.dumps([time.monotonic_ns(), looks.look()]), flush=True)
-        time.sleep(max(0.0, began + LOOK_EVERY_S - time.monotonic()))
+def _records(endpoint: str, prefix: bytes) -> dict[bytes, bytes]:
+    connection = HTTPConnection(endpoint, timeout=ANSWER_S)
+    return pairs_in(ask(connection, "kv/range", range_of(prefix)), prefix)

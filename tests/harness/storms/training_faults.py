@@ -22,7 +22,6 @@ ROUND = (
     "kill all etcd", "pause node", "pause mount",
 )  # fmt: skip
 KINDS_OF_NAMES = {"w": "worker", "r": "reducer"}
-GAP_S = (0.05, 0.5)
 AT_ONCE = 3
 BURST = 6
 PROGRESS = 2
@@ -122,8 +121,10 @@ class Processes(Closing):
 class TrainingFaults(Faults):
     """Kills and stops processes of a run and of the cluster below it, at random."""
 
+    gap_s = (0.05, 0.5)
+
     def __init__(self, processes: Processes, seed: int) -> None:
-        super().__init__(processes.cluster, seed, AT_ONCE, GAP_S)
+        super().__init__(processes.cluster, seed, AT_ONCE)
         self._processes = processes
         self.kills = 0
         self._kinds = {
@@ -204,5 +205,4 @@ class TrainingFaults(Faults):
         assert isinstance(mount, ClusterMount)
         mount.pause()
         self._processes.take_places(mount, self._random.choice(others), self._hurt)
-        seconds = self._random.uniform(1.1, 2.0) * self._ttl_s
-        self._begin("pause mount", [mount], seconds, mount.resume)
+        self._begin("pause mount", [mount], self._pause_s(), mount.resume)
