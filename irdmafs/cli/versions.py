@@ -3,9 +3,9 @@ and `diff`."""
 
 from __future__ import annotations
 
-import contextlib
 import os
 from collections.abc import Iterator, Mapping
+from contextlib import ExitStack, contextmanager, suppress
 from datetime import datetime
 from typing import Any
 
@@ -61,7 +61,7 @@ def _versions_in(directory: str) -> dict[str, Any]:
     with failing():
         made = Versions(directory)
         for number in reversed(made.numbers()):
-            with contextlib.suppress(FileNotFoundError):  # it has just been removed
+            with suppress(FileNotFoundError):  # it has just been removed
                 state = "held" if made.is_held(number) else "kept" if found else "current"
                 # It was renamed when it was published.
                 when_ns = os.stat(made.path(number)).st_ctime_ns
@@ -129,8 +129,11 @@ def hold(
     """
     from ..client import Versions
 
-    made = Versions(directory)
-    with failing(), made.hold(number, newer_than=newer_than, timeout=timeout, local=local) as held:
+    with failing(), ExitStack() as holding:
+        wanted = Versions(directory).hold(
+            number, newer_than=newer_than, timeout=timeout, local=local
+        )
+        held = holding.enter_context(wanted)
         told = {"IRDMAFS_PATH": held.path, "IRDMAFS_VERSION": str(held.number)}
         os.set_inheritable(held.fd, True)
         with failing(command[0]):
@@ -149,7 +152,7 @@ def diff(ctx: click.Context, directory: str, old: int, new: int) -> None:
     from ..client._differences import differences
 
     code = 0
-    with failing(), contextlib.ExitStack() as held:
+    with failing(), ExitStack() as held:
         first, second = (held.enter_context(Versions(directory).hold(one)) for one in (old, new))
         for sign, name in differences(first.path, second.path):
             click.echo(f"{sign} {status.one_line(name)}")
@@ -157,7 +160,7 @@ def diff(ctx: click.Context, directory: str, old: int, new: int) -> None:
     ctx.exit(code)
 
 
-@contextlib.contextmanager
+@contextmanager
 def failing(path: str | None = None) -> Iterator[None]:
     """Have errors fail the command, with the path in them."""
     try:

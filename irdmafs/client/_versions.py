@@ -46,9 +46,12 @@ class Versions:
     """
 
     def __init__(self, directory: StrPath, *, keep: int = 3) -> None:
-        """``keep``: how many of the newest versions stay that nobody holds, at least 1."""
+        """``keep``: how many of the newest versions stay that nobody holds, at least 1. Raises
+        FileNotFoundError for "", which would be where the program is."""
         if keep < 1:
             raise ValueError(f"keep is {keep}, but the newest version always stays")
+        if not os.fspath(directory):
+            raise FileNotFoundError(errno.ENOENT, "The directory has no name", "")
         self.directory = os.path.abspath(directory)
         self.keep = keep
         self._versions, self._held, self._drafts = (
