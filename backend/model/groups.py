@@ -2,7 +2,7 @@
 
 Pure functions. Their results are put by a transaction that compares the revision of the record that they
 were given, so a decision on an old record is never applied. docs/replication.md has the
-protocol; tests/model_replication.py explores it with these very functions.
+protocol; tests/harness/models/replication.py explores it with these very functions.
 """
 
 from collections.abc import Collection, Sequence

@@ -51,14 +51,14 @@ def test_files_of_one_name_have_the_same_groups_stripe_by_stripe(
     assert len({groups_of(made(together / name))[0]["group"] for name in names}) > 10
 
 
-def test_rules_of_users_leave_room_for_those_of_root(cluster: Cluster, folder: Path) -> None:
+def test_rules_of_users_leave_room_for_those_of_root(cluster: Cluster, here: Path) -> None:
     mount = cluster.add_mount("-o", "allow_other")
-    own = mount.path / folder.name
+    own = mount.path / here.name
     os.chown(own, NOBODY, NOBODY)
     source = f"for n in range(300): os.setxattr(own, {PLACEMENT!r}, b'zone=%d' % n)"
     with Process(AS_NOBODY) as user, fails_with(errno.ENOSPC):
         user.do(source, own=str(own))
-    os.setxattr(folder, PLACEMENT, b"zone=a")
+    os.setxattr(here, PLACEMENT, b"zone=a")
 
 
 def test_nearest_directory_with_placement_decides_which_files_are_together(together: Path) -> None:
