@@ -25,7 +25,6 @@ from .publishing import Publisher
 from .put_off import PutOff
 from .references import References
 from .routes import Routes
-from .sharing import Sharing
 
 log = logging.getLogger(__name__)
 
@@ -51,18 +50,18 @@ class Cache:
         self._inodes = store.namespace.inodes
         self.kernel = kernel
         self.processes = processes
-        self.host = host = Host(store, kernel)
+        self.host = host = Host(store, kernel, isolates=isolates)
         self.nodes = host.nodes
         self._table = host.table
-        self.sharing = sharing = Sharing(host.table, isolates=isolates)
-        self.routes = Routes(host, sharing)
-        self.looks = Looks(host, sharing)
+        self.sharing = host.sharing
+        self.routes = Routes(host)
+        self.looks = Looks(host)
         self.references = References()
-        self.in_place = in_place = InPlace(host, sharing)
+        self.in_place = in_place = InPlace(host)
         self.put_off = put_off = PutOff(host)
         self.publisher = publisher = Publisher(host, in_place, put_off, processes)
         self.drafts = Drafts(host, put_off, publisher, self.release)
-        self.carried = Carried(host, sharing, in_place, publisher)
+        self.carried = Carried(host, in_place, publisher)
 
     # -- open ------------------------------------------------------------------------------------
 

@@ -21,7 +21,7 @@ from .content import Content, State
 from .host import Host, OnHost
 from .kernel_cache import Name
 from .nodes import Node
-from .sharing import Sharing, truncates
+from .sharing import truncates
 
 # The kernel comes back at once, unless this daemon or the thread is kept from its processor; an older
 # promise belongs to an open that died.
@@ -68,9 +68,8 @@ class Promise:
 class Routes(OnHost):
     """Leads lookups to nodes, and opens to nodes that can show their contents."""
 
-    def __init__(self, host: Host, sharing: Sharing) -> None:
+    def __init__(self, host: Host) -> None:
         super().__init__(host)
-        self._sharing = sharing
         # The promises not kept yet, at most one for each thread, and for each inode one for all threads
         # whose number cannot be seen. Lookups and opens check whether it is empty without a call.
         self.promises: dict[_Slot, Promise] = {}
