@@ -8,7 +8,7 @@ import errno
 import logging
 import os
 import time
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from itertools import zip_longest
 from pathlib import Path
 from typing import NamedTuple
@@ -33,10 +33,9 @@ from .directory import (
     replace,
 )
 from .errors import Refused, invalid
-from .layout import ModelLayout
 from .liveness import WatchedLock, is_locked
 from .models import add_kept_files, assemble
-from .plan import Plan, Push, is_wanted, next_plan, pending, without
+from .plan import Plan, Push, next_plan, without
 from .status import complaints, note_refusal, one_line, text_of
 from .trees import Folder, Seen, Trees, look, seen
 
@@ -64,9 +63,8 @@ class _Worker(NamedTuple):
 class Coordinator:
     """Plans versions from the pushes that are there, commits versions that are made, and tidies."""
 
-    def __init__(self, train: TrainDirectory, layout: ModelLayout, trees: Trees) -> None:
+    def __init__(self, train: TrainDirectory, trees: Trees) -> None:
         self._train = train
-        self._layout = layout
         self._trees = trees
         # The text of the file `status`, and when it was looked at.
         self._shown, self._shown_s = "", 0.0
@@ -108,22 +106,18 @@ class Coordinator:
         found = self._find_pushes(config, newest)
         plan = next_plan(config, newest, found, self._members)
         if plan is None:
-            waiting = pending(found, newest.clocks)
-            _, awaited = is_wanted(config, waiting, self._members)
-            self._show_status(config, newest, waiting, awaited)
+            self._show_status(config, newest, found)
             names = {*self._trees.look(self._train.push).names}
             return bool(names - self._looks.keys() - self._pushes.keys())
         self._write_plan(self._train.attempt(plan.version, 0), plan)
         return True
 
-    def _show_status(
-        self, config: TrainConfig, newest: Plan, waiting: Collection[Push], awaited: Sequence[str]
-    ) -> None:
+    def _show_status(self, config: TrainConfig, newest: Plan, found: Sequence[Push]) -> None:
         """Write the file `status` anew, now and then, if it has something else to show. Raises OSError."""
         now_s = time.monotonic()
         if now_s >= self._shown_s + _SHOW_S:
             self._shown_s = now_s
-            text = text_of(self._train, config, newest, waiting, awaited, self._members)
+            text = text_of(self._train, config, newest, found, self._members)
             if text != self._shown:
                 self._shown = text
                 replace(self._train.status, text.encode())
@@ -160,7 +154,7 @@ class Coordinator:
 
     def _is_usable(self, name: str) -> bool:
         try:
-            return pushes.inspect(self._train, self._layout, name) is not None
+            return pushes.inspect(self._train, name) is not None
         except Refused as error:
             self._refuse(name, error, counts=True)
             return False
@@ -229,7 +223,7 @@ class Coordinator:
             if name.startswith(".") or self._bad.get(name) == now:
                 return None
             finite = config.nonfinite == "refuse"
-            push = pushes.inspect(self._train, self._layout, name, folder, finite=finite)
+            push = pushes.inspect(self._train, name, folder, finite=finite)
             if push is not None and not _is_past(push, newest):
                 pushes.check_turn(self._train, config, newest, push)
             return push
@@ -287,10 +281,10 @@ class Coordinator:
 
     def _commit(self, config: TrainConfig, target: Path, plan: Plan) -> bool:
         there = self._trees.look(self._train.next).folder(target.name)
-        if not self._layout.parts.keys() <= there.folders.keys():
+        if not self._train.layout.parts.keys() <= there.folders.keys():
             return False
         if config.whole_every and plan.version % config.whole_every == 0:
-            assemble(self._train, self._layout, plan.version, target)
+            assemble(self._train, plan.version, target)
         for name in there.names:
             # Norms and complaints are not needed any more; a killed process was writing names with a dot.
             if name.startswith(NOT_KEPT):

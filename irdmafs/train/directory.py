@@ -10,9 +10,8 @@ import secrets
 import shutil
 import stat
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from functools import partial
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import msgspec
 
@@ -74,8 +73,8 @@ class TrainDirectory:
     def reopen(self) -> None:
         """Open the directories anew, as their mount may have been. Raises OSError."""
         self._opened: dict[str, Directory] = {}
-        # The configuration, the layout and the members as they were when they were read.
-        self._read: dict[Path, tuple[Seen, Any]] = {}
+        self._config: tuple[Seen, TrainConfig] | None = None
+        self._layout: ModelLayout | None = None
         # Plans by their files: the last ones that were read. A plan never changes.
         self._plans: dict[Seen, Plan] = {}
         # The names below versions/ when they were looked at last; whether they are too many for one answer.
@@ -137,16 +136,30 @@ class TrainDirectory:
             return False
 
     def config(self) -> TrainConfig:
-        """Read config.toml. Raises TrainError."""
-        shown = self.path / self.config_path.name
-        return self._once(self.config_path, partial(TrainConfig.read, shown))
+        """Return what config.toml holds, which is read again if it has changed. Raises OSError and
+        TrainError."""
+        with self._having_begun():
+            now = seen(_files.look_up(os.stat, self.config_path))
+            if self._config is None or self._config[0] != now:
+                shown = self.path / self.config_path.name
+                self._config = (now, TrainConfig.read(shown, read_small(self.config_path)))
+        return self._config[1]
 
+    @property
     def layout(self) -> ModelLayout:
-        """Read layout.json. Raises TrainError."""
+        """Return what layout.json holds, which never changes. Raises OSError and TrainError."""
+        if self._layout is None:
+            with self._having_begun():
+                self._layout = _decode(self.layout_path, ModelLayout)
+        return self._layout
+
+    @contextlib.contextmanager
+    def _having_begun(self) -> Iterator[None]:
         try:
-            return self._once(self.layout_path, msgspec.json.Decoder(ModelLayout).decode)
-        except msgspec.MsgspecError as error:
-            raise TrainError(f"{self.layout_path}: {error}") from None
+            yield
+        except FileNotFoundError:
+            how = f"irdmafs train init {self.models} begins"
+            raise TrainError(f"{self.models} is not trained in: {how}") from None
 
     def version_numbers(self) -> list[int]:
         """Return the numbers of the versions that are there, in order."""
@@ -168,28 +181,12 @@ class TrainDirectory:
         path, file = directory / PLAN, there.files.get(PLAN)
         plan = self._plans.get(file) if file is not None else None
         if plan is None:
-            try:
-                plan = msgspec.json.decode(read_small(path), type=Plan)
-            except msgspec.MsgspecError as error:
-                raise TrainError(f"{path}: {error}") from None
+            plan = _decode(path, Plan)
             if file is not None:
                 self._plans[file] = plan
             if len(self._plans) > _PLANS_KEPT:
                 del self._plans[next(iter(self._plans))]
         return plan
-
-    def _once(self, path: Path, read: Callable[[bytes], T]) -> T:
-        """Return what a small file of each training holds, which is read again if it has changed. Raises
-        OSError, TrainError, and what `read` raises."""
-        try:
-            now = seen(_files.look_up(os.stat, path))
-            if path not in self._read or self._read[path][0] != now:
-                self._read[path] = (now, read(read_small(path)))
-        except FileNotFoundError:
-            how = f"irdmafs train init {self.models} begins"
-            raise TrainError(f"{self.models} is not trained in: {how}") from None
-        value: T = self._read[path][1]
-        return value
 
     def look_at_versions(self, after: int | None = None, timeout_s: float = 0.0) -> Folder:
         """Return what is below versions/, or of very many versions the newest; if `after` is a counter,
@@ -261,6 +258,14 @@ def _attempts(version: int, names: Iterable[str]) -> list[int]:
         if number == str(version) and (not attempt or attempt.isdecimal()):
             found.append(int(attempt or 0))
     return sorted(found)
+
+
+def _decode(path: Path, kind: type[T]) -> T:
+    """Return what a file in JSON holds. Raises TrainError, and as read_small() does."""
+    try:
+        return msgspec.json.decode(read_small(path), type=kind)
+    except msgspec.MsgspecError as error:
+        raise TrainError(f"{path}: {error}") from None
 
 
 def read_small(path: Path) -> bytes:

@@ -12,8 +12,8 @@ from collections.abc import Callable, Iterator, Sequence
 
 from .directory import TrainDirectory, params_of
 from .errors import TrainError
-from .placement import host_of, is_here
-from .status import current, how_to_reduce, is_reduced
+from .placement import host_of
+from .status import are_enough, how_to_reduce, is_reduced
 
 # Processes that are to end are killed after so long, or at a further signal.
 _GRACE_S = 10.0
@@ -29,11 +29,10 @@ def reducers_here(train: TrainDirectory) -> tuple[bool, list[str]]:
     move the fewest bytes where shards are. If no reducer is at work there should be one here in any case.
     Raises TrainError and OSError."""
     version = train.version(train.newest())
-    paths = [params_of(version, shards[0]) for shards in train.layout().parts.values()]
-    are_here = [is_here(path) for path in paths]
-    elsewhere = {host_of(path) for path, here in zip(paths, are_here, strict=True) if here is False}
-    wanted = any(here is not False for here in are_here) or not is_reduced(train)
-    return wanted, sorted(elsewhere)
+    parts = train.layout.parts.values()
+    hosts = {host_of(params_of(version, shards[0])) for shards in parts}
+    elsewhere = sorted(filter(None, hosts))
+    return bool(hosts & {"", None}) or not is_reduced(train), elsewhere
 
 
 class _Processes:
@@ -135,7 +134,7 @@ def _watch(
             # Nobody waits for the last pushes, but they are to count.
             if until_s == float("inf"):
                 until_s = time.monotonic() + _COUNTED_S
-            if not current(train)[1]:
+            if not are_enough(train):
                 return 0
         time.sleep(_LOOK_S)
     return 0

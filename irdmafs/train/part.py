@@ -32,7 +32,7 @@ from .directory import (
     replace,
 )
 from .errors import BadPush, Refused, TrainError
-from .layout import ModelLayout, Shard
+from .layout import Shard
 from .plan import Plan, Push, next_plan
 from .pushes import STEP, check_shard, push_in_shards
 from .reduction import PartFolders, Reduction
@@ -68,9 +68,9 @@ class Foreseen(NamedTuple):
 class Staged:
     """The pushes of the next version that are in staging/ or push/ already."""
 
-    def __init__(self, train: TrainDirectory, layout: ModelLayout, trees: Trees) -> None:
+    def __init__(self, train: TrainDirectory, trees: Trees) -> None:
         self._train = train
-        self._header_max_bytes = layout.header_max_bytes
+        self._header_max_bytes = train.layout.header_max_bytes
         self._trees = trees
         self._newest = -1
         # The pushes and workers from which no plan could be foreseen last.
@@ -174,14 +174,11 @@ class Staged:
 class Part:
     """Makes the shards of a part in a directory of its own in ahead/, where only this object writes."""
 
-    def __init__(
-        self, train: TrainDirectory, layout: ModelLayout, name: str, blocks: Blocks, staged: Staged
-    ) -> None:
+    def __init__(self, train: TrainDirectory, name: str, blocks: Blocks, staged: Staged) -> None:
         """Make the directory, and put aside those of reducers that had the part before. Raises OSError."""
         self._train = train
-        self._layout = layout
         self._name = name
-        self._shards = layout.parts[name]
+        self._shards = train.layout.parts[name]
         self._blocks = blocks
         self._staged = staged
         self._home = make_home(train.ahead, name, partial(put_aside, train))
@@ -198,7 +195,7 @@ class Part:
         # The last: where a version is being made, and the push.
         self._complaint: tuple[Path, str] | None = None
 
-    def foresee(self, config: TrainConfig, plan: Plan) -> bool:
+    def foresee(self, plan: Plan) -> bool:
         """Make the next shard for which all pushes of a foreseen plan are there; return whether there was
         one. Raises OSError."""
         # Make the directories first: there is time for it while the first pushes are on their way.
@@ -210,7 +207,7 @@ class Part:
             if foreseen is None:
                 continue
             with contextlib.suppress(FileNotFoundError, FormatError, BadPush):
-                reduction = self._reduction(config, shard, plan, foreseen.files.__getitem__)
+                reduction = self._reduction(shard, plan, foreseen.files.__getitem__)
                 reduction.write(folders)
                 self._made[shard.name] = foreseen
                 self._staged.used(foreseen)
@@ -218,11 +215,11 @@ class Part:
             return False
         return False
 
-    def make(self, config: TrainConfig, target: Path, plan: Plan) -> bool:
+    def make(self, target: Path, plan: Plan) -> bool:
         """Make the shards of a plan that are not made yet, and publish all of them; return whether
         something was done. Raises OSError."""
         try:
-            if not self._finish(config, target, plan):
+            if not self._finish(target, plan):
                 return False
             # If it fails it may have been done all the same: write nothing into them any more.
             self._folders = None
@@ -239,14 +236,14 @@ class Part:
         self._version = self._begun = None
         return True
 
-    def _finish(self, config: TrainConfig, target: Path, plan: Plan) -> bool:
+    def _finish(self, target: Path, plan: Plan) -> bool:
         """Make the shards that are not made yet; return False if norms of other parts are awaited. Raises
         FileNotFoundError, FormatError and BadPush."""
         folders = self._open_folders(plan.version)
         missing = self._missing(plan)
         if not missing:
             return True
-        reductions = self._reductions(config, missing, target, plan)
+        reductions = self._reductions(missing, target, plan)
         norms: list[float] = []
         if plan.clip_norm:
             own = target / f"{NORM}{self._name}"
@@ -277,27 +274,26 @@ class Part:
         return [shard for shard in self._shards if not is_made(shard)]
 
     def _reductions(
-        self, config: TrainConfig, shards: Sequence[Shard], target: Path, plan: Plan
+        self, shards: Sequence[Shard], target: Path, plan: Plan
     ) -> dict[str, Reduction]:
         if self._begun is None or self._begun[0] != target:
-            found = {}
-            for shard in shards:
-                open_push = partial(self._staged.open_published, shard)
-                found[shard.name] = self._reduction(config, shard, plan, open_push)
+            open_push = self._staged.open_published
+            found = {
+                one.name: self._reduction(one, plan, partial(open_push, one)) for one in shards
+            }
             self._begun = (target, found)
         return self._begun[1]
 
     def _reduction(
-        self, config: TrainConfig, shard: Shard, plan: Plan, open_push: Callable[[str], ShardFile]
+        self, shard: Shard, plan: Plan, open_push: Callable[[str], ShardFile]
     ) -> Reduction:
-        before, nonfinite = self._open_before(plan), config.nonfinite
-        return Reduction(shard, plan, self._blocks, before, open_push, nonfinite=nonfinite)
+        return Reduction(shard, plan, self._blocks, self._open_before(plan), open_push)
 
     def _all_norms(self, target: Path) -> list[float] | None:
         """Return the square of the norm over all shards, for each update in their order; None if other
         parts have not said theirs yet."""
         found: dict[str, list[float]] = {}
-        for name, shards in self._layout.parts.items():
+        for name, shards in self._train.layout.parts.items():
             try:
                 lines = read_small(target / f"{NORM}{name}").decode().split("\n")
                 found |= {
@@ -306,7 +302,7 @@ class Part:
                 }
             except (FileNotFoundError, ValueError, TrainError):
                 return None
-        in_order = [found[shard.name] for shard in self._layout.shards]
+        in_order = [found[shard.name] for shard in self._train.layout.shards]
         return [sum(norms) for norms in zip(*in_order, strict=True)]
 
     def _open_before(self, plan: Plan) -> PartFolders:

@@ -65,16 +65,11 @@ def shard_names(directory: Path, shards: int | None, size: int) -> tuple[list[st
     return choose(names, shards), min(shards, nodes_there)
 
 
-def is_here(path: Path) -> bool | None:
-    """Return whether the primary of a file's first stripe is on this host; None if that is not known."""
+def host_of(path: Path) -> str | None:
+    """Return the address of the host with the primary of a file's first stripe: "" if it is this host, None
+    if that is not known."""
     nodes = _nodes_of(path)
-    return bool(nodes[0]["here"]) if nodes else None
-
-
-def host_of(path: Path) -> str:
-    """Return the address of the host with the primary of a file's first stripe; "" if it is not known."""
-    nodes = _nodes_of(path)
-    return str(nodes[0]["host"]) if nodes else ""
+    return None if not nodes else "" if nodes[0]["here"] else str(nodes[0]["host"])
 
 
 def _nodes_of(path: Path) -> list[dict[str, Any]] | None:

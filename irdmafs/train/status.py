@@ -8,7 +8,7 @@ import logging
 import os
 import shlex
 import time
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator
 from pathlib import Path
 
 import msgspec
@@ -17,7 +17,7 @@ from .config import TrainConfig
 from .directory import COMPLAINT, COORDINATOR, TrainDirectory, discard, read_small, replace
 from .errors import BadPush, Refused, TrainError
 from .liveness import is_locked, locked_in
-from .plan import Plan, Push, is_wanted, pending
+from .plan import Plan, Push, is_wanted, next_plan, pending
 from .pushes import push_by_name, worker_of
 from .trees import Directory, look
 
@@ -122,13 +122,14 @@ def text_of(
     train: TrainDirectory,
     config: TrainConfig,
     newest: Plan,
-    waiting: Collection[Push],
-    awaited: Sequence[str],
+    pushes: Iterable[Push],
     members: Collection[str],
     *more: str,
 ) -> str:
-    """Return how far a training is by the newest version and the pushes that are pending. `awaited`: who is
-    waited for; `members`: who takes part; `more`: lines with more about the version."""
+    """Return how far a training is by the newest version and the pushes that are there. `members`: who
+    takes part; `more`: lines with more about the version."""
+    waiting = pending(pushes, newest.clocks)
+    _, awaited = is_wanted(config, waiting, members)
     pushed = {push.worker: push.step for push in waiting}
     workers = sorted({*newest.clocks, *members})
     strangers = sorted(pushed.keys() - {*workers})
@@ -173,9 +174,9 @@ def no_reducer(train: TrainDirectory) -> str:
     return f"no reducer is at work: {how_to_reduce(train)}"
 
 
-def current(train: TrainDirectory, *more: str) -> tuple[str, bool]:
-    """Return how far a training is now, by its files and locks, and whether there are pushes enough for the
-    next version. No coordinator has to be at work. `more`: as in text_of(). Raises TrainError, OSError."""
+def _now(train: TrainDirectory) -> tuple[TrainConfig, Plan, list[Push], list[str]]:
+    """Return the configuration, the newest plan, the pushes and who takes part, by files and locks: no
+    coordinator has to be at work. Raises TrainError and OSError."""
     config, newest = train.config(), train.newest_plan()
     members = locked_in(train.workers)
     refused = {one.path for one in _newest_refusals(train)}
@@ -185,20 +186,23 @@ def current(train: TrainDirectory, *more: str) -> tuple[str, bool]:
         if push is not None and one_line(name) not in refused:
             step = push.step or newest.clocks.get(push.worker, 0) + 1
             pushes.append(push._replace(step=step))
-    waiting = pending(pushes, newest.clocks)
-    enough, awaited = is_wanted(config, waiting, members)
-    return text_of(train, config, newest, waiting, awaited, members, *more), enough
+    return config, newest, pushes, members
+
+
+def are_enough(train: TrainDirectory) -> bool:
+    """Return whether there are pushes enough for the next version. Raises TrainError and OSError."""
+    return next_plan(*_now(train)) is not None
 
 
 def report(train: TrainDirectory) -> str:
     """Return what `irdmafs train status` prints: what is true now. Raises TrainError and OSError."""
-    return current(train, f"reducers  {_holders(train)}")[0]
+    return text_of(train, *_now(train), f"reducers  {_holders(train)}")
 
 
 def _holders(train: TrainDirectory) -> str:
     """Return which reducer has which part of the work."""
     parts: dict[str, list[str]] = {}
-    for name in (COORDINATOR, *train.layout().parts):
+    for name in (COORDINATOR, *train.layout.parts):
         path = train.reducers / name
         holder = "nobody"
         if is_locked(path):
