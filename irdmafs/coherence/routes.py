@@ -36,7 +36,6 @@ class Promise:
     """An open by a thread with `flags`, which came to one node by a `name`, if that is known, and will find
     its content on another when it comes again. `cut`: the content is to be emptied for it."""
 
-    slot: _Slot
     name: Name | None
     came_to: Node
     node: Node
@@ -257,10 +256,10 @@ class Routes(OnHost):
         """Withdraw promises whose open has not come, the oldest first, so that nobody joins their
         contents."""
         too_many = len(self.promises) - _MAX_PROMISES
-        for number, promise in enumerate(list(self.promises.values())):
+        for number, (slot, promise) in enumerate(list(self.promises.items())):
             if number >= too_many and not promise.is_old:
                 return
-            self._withdraw(promise.slot)
+            self._withdraw(slot)
 
     def _promise(
         self,
@@ -281,7 +280,7 @@ class Routes(OnHost):
             node.content = content
         self._table.hold(content)
         node.promised += 1
-        promise = Promise(slot, name, came_to, node, content, flags, cut)
+        promise = Promise(name, came_to, node, content, flags, cut)
         content.awaited += promise.joins
         self.promises[slot] = promise
         self._awaited[inode.ino] += 1
