@@ -196,11 +196,10 @@ def is_irdmafs(device: int) -> bool:
     return filesystem_of(device) == b"fuse.irdmafs"
 
 
-def open_anew(path: str, mode: int, view: StrPath | None = None) -> int:
-    """Open a file to write it from its beginning, which makes it if it is not there; `mode`: O_WRONLY or
-    O_RDWR. `view`: a path of the private view of its directory, in which nobody else writes. Raises
-    OSError."""
-    flags = mode | os.O_TRUNC | os.O_CLOEXEC
+def open_anew(path: str, view: StrPath | None = None) -> int:
+    """Open a file to write it from its beginning, which makes it if it is not there. `view`: a path of the
+    private view of its directory, in which nobody else writes. Raises OSError."""
+    flags = os.O_WRONLY | os.O_TRUNC | os.O_CLOEXEC
     if view is not None:
         with contextlib.suppress(FileNotFoundError):
             return look_up(os.open, os.path.join(view, os.path.basename(path)), flags)
@@ -211,7 +210,7 @@ def write_version(path: str, contents: Iterable[memoryview], view: StrPath | Non
     """Write a new version of a file of irdmafs, which closing the returned descriptor publishes. `view`: as
     in `open_anew`. Raises OSError, with the path."""
     with naming(path):
-        fd = open_anew(path, os.O_WRONLY, view)
+        fd = open_anew(path, view)
         try:
             write_all(fd, contents)
         except BaseException:

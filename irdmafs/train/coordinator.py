@@ -9,7 +9,6 @@ import logging
 import os
 import time
 from collections.abc import Iterable, Iterator, Sequence
-from itertools import zip_longest
 from pathlib import Path
 from typing import NamedTuple
 
@@ -23,16 +22,15 @@ from .directory import (
     NOT_KEPT,
     PLAN,
     TrainDirectory,
-    discard,
     make_new,
     move,
     owner_of,
-    put_aside,
     remove,
     remove_aside,
     replace,
 )
 from .errors import Refused, invalid
+from .layout import in_turns
 from .liveness import WatchedLock, is_locked
 from .models import add_kept_files, assemble
 from .plan import Plan, Push, next_plan, without
@@ -183,7 +181,7 @@ class Coordinator:
             is_last = push.step == newest.clocks.get(push.worker) and push.worker in self._members
             if _is_past(push, newest) and not is_last:
                 del self._pushes[push.path]
-                put_aside(self._train, self._train.push / push.path)
+                self._train.put_aside(self._train.push / push.path)
                 self._litter = None
         for push in self._pushes.values():
             steps[push.worker] = max(steps.get(push.worker, 0), push.step)
@@ -201,7 +199,7 @@ class Coordinator:
             by_worker.setdefault(pushes.worker_of(name), []).append(name)
         known = [by_worker.pop(name) for name in sorted(newest.clocks.keys() | self._members)
                  if name in by_worker]  # fmt: skip
-        return _alternate([_alternate(known), _alternate(list(by_worker.values()))])
+        return in_turns([in_turns(known), in_turns(by_worker.values())])
 
     def _settle(self, push: Push, step: int) -> None:
         """Give a push whose name says no step one that does. A later file of that name is another push."""
@@ -256,7 +254,7 @@ class Coordinator:
             # The directory of another user may have to stay.
             with contextlib.suppress(PermissionError):
                 if owner_of(name) not in self._members:
-                    discard(self._train, self._train.staging / name)
+                    self._train.discard(self._train.staging / name)
         for name in self._joined.keys() - self._members:
             del self._joined[name]
 
@@ -303,13 +301,13 @@ class Coordinator:
         for name in self._trees.look(train.next).folders:
             made = name.partition(".")[0]
             if made.isdecimal() and int(made) <= newest.version:
-                put_aside(train, train.next / name)
+                train.put_aside(train.next / name)
         self._litter = None
 
     def _put_aside_version(self, version: Path, newest: int) -> None:
         """Put a version aside, whole, and give its parts to the reducers that make them, which write into
         the same files those of the version after the next: they may have begun the next one."""
-        gone = put_aside(self._train, version)
+        gone = self._train.put_aside(version)
         if gone is not None:
             for home in look(self._train.ahead).folders:
                 with contextlib.suppress(FileExistsError, FileNotFoundError, PermissionError):
@@ -331,18 +329,12 @@ class Coordinator:
         self._oldest = min(self._train.version_numbers(), default=0)
         for name in os.listdir(self._train.ahead):
             if not is_locked(self._train.reducers / owner_of(name)):
-                put_aside(self._train, self._train.ahead / name)
+                self._train.put_aside(self._train.ahead / name)
         for path in (*self._train.path.glob(".*"), *self._train.workers.glob(".*")):
             with contextlib.suppress(FileNotFoundError):
                 is_old = time.time() > look_up(os.lstat, path).st_mtime + _LEFT_S
                 if is_old and not is_locked(path):
-                    put_aside(self._train, path)
-
-
-def _alternate(sequences: Sequence[Iterable[str]]) -> Iterator[str]:
-    """Return the first of each, then the second of each, and so on."""
-    for turn in zip_longest(*sequences):
-        yield from (one for one in turn if one is not None)
+                    self._train.put_aside(path)
 
 
 def _is_past(push: Push, newest: Plan) -> bool:

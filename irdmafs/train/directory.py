@@ -9,7 +9,7 @@ import re
 import secrets
 import shutil
 import stat
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import TypeVar
 
@@ -250,6 +250,38 @@ class TrainDirectory:
                     found[name] = clocks.get(name) or int(read_small(self.workers / name))
         return found
 
+    # -- what goes, and what only one process writes -----------------------------------------------
+
+    def put_aside(self, path: Path) -> Path | None:
+        """Take a file or directory away, at once and whole, to be removed later, and return where it is;
+        None if it was gone. Raises OSError."""
+        gone = self.aside / secrets.token_hex(8)
+        with contextlib.suppress(FileNotFoundError):
+            move(path, gone)
+            return gone
+        return None
+
+    def discard(self, path: Path) -> None:
+        """Remove a push or a worker's directory in staging/, as remove_aside does. Raises OSError."""
+        gone = self.staging / f"@{secrets.token_hex(8)}"
+        with contextlib.suppress(FileNotFoundError):
+            move(path, gone)
+            remove_aside(gone)
+
+    def make_home(self, owner: str, *, is_part: bool) -> Path:
+        """Make a directory in ahead/, for a part, or else in staging/, that only this process writes in.
+        Take the directories of earlier processes of the same part or worker away: if such a process was
+        only stopped, it can publish nothing any more. Raises OSError."""
+        folder, take_away = (
+            (self.ahead, self.put_aside) if is_part else (self.staging, self.discard)
+        )
+        for name in os.listdir(folder):
+            if owner_of(name) == owner:
+                take_away(folder / name)
+        path = folder / f"{owner}@{secrets.token_hex(8)}"
+        path.mkdir()
+        return path
+
 
 def _attempts(version: int, names: Iterable[str]) -> list[int]:
     found = []
@@ -327,7 +359,7 @@ def make_new(path: Path, contents: Iterable[memoryview]) -> None:
 
 def remove(path: Path) -> None:
     """Remove a file, or a directory that only this process has and all that is in it; it may be gone, or go
-    meanwhile. Others may have a directory, or be about to: see put_aside and discard."""
+    meanwhile. Others may have a directory, or be about to: see `TrainDirectory.put_aside`."""
     with contextlib.suppress(FileNotFoundError):
         if not stat.S_ISDIR(os.lstat(path).st_mode):
             path.unlink()
@@ -336,16 +368,6 @@ def remove(path: Path) -> None:
             path.rmdir()
         except OSError:
             shutil.rmtree(path, ignore_errors=True)
-
-
-def put_aside(train: TrainDirectory, path: Path) -> Path | None:
-    """Take a file or directory away, at once and whole, to be removed later, and return where it is; None
-    if it was gone. Raises OSError."""
-    gone = train.aside / secrets.token_hex(8)
-    with contextlib.suppress(FileNotFoundError):
-        move(path, gone)
-        return gone
-    return None
 
 
 def remove_aside(path: Path) -> None:
@@ -372,29 +394,9 @@ def remove_aside(path: Path) -> None:
     remove(path)
 
 
-def discard(train: TrainDirectory, path: Path) -> None:
-    """Remove a push or a worker's directory in staging/, as remove_aside does. Raises OSError."""
-    gone = train.staging / f"@{secrets.token_hex(8)}"
-    with contextlib.suppress(FileNotFoundError):
-        move(path, gone)
-        remove_aside(gone)
-
-
 def owner_of(name: str) -> str:
     """Return the worker or part that has a directory of staging/ or ahead/: NAME@TOKEN."""
     return name.rpartition("@")[0]
-
-
-def make_home(folder: Path, owner: str, take_away: Callable[[Path], object]) -> Path:
-    """Make a directory in staging/ or ahead/ that only this process writes in. Take the directories of
-    earlier processes of the same worker or part away: if such a process was only stopped, it can publish
-    nothing any more. Raises OSError."""
-    for name in os.listdir(folder):
-        if owner_of(name) == owner:
-            take_away(folder / name)
-    path = folder / f"{owner}@{secrets.token_hex(8)}"
-    path.mkdir()
-    return path
 
 
 def make_part(path: Path) -> None:

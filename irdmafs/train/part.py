@@ -23,11 +23,9 @@ from .directory import (
     PARAMS,
     STATE,
     TrainDirectory,
-    make_home,
     make_part,
     move,
     owner_of,
-    put_aside,
     read_small,
     replace,
 )
@@ -181,7 +179,7 @@ class Part:
         self._shards = train.layout.parts[name]
         self._blocks = blocks
         self._staged = staged
-        self._home = make_home(train.ahead, name, partial(put_aside, train))
+        self._home = train.make_home(name, is_part=True)
         self._directories = Directories()
         # The version whose directory is there, its directories, and its shards.
         self._version: int | None = None
@@ -327,7 +325,7 @@ class Part:
             return self._folders
         if self._version != version:
             if self._version is not None:
-                put_aside(self._train, self._home / str(self._version))
+                self._train.put_aside(self._home / str(self._version))
             self._version, self._folders = version, None
             self._made.clear()
         path = self._home / str(version)

@@ -258,7 +258,7 @@ class _ShardFiles:
             heads[folders.state] = head_of(state, said)
         elif shard.name in folders.kept:
             # The files are written anew, and the rule that wrote them had a state.
-            folders.state.file(shard.name).unlink(missing_ok=True)
+            (folders.state.path / shard.name).unlink(missing_ok=True)
         with contextlib.ExitStack() as stack:
             for folder, head in heads.items():
                 file = NewFile(folder, shard.name, head)

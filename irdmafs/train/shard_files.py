@@ -143,8 +143,8 @@ class NewFile:
 
     def __init__(self, directory: Directory, name: str, head: Head) -> None:
         """Make the file, or write it anew. Nobody else writes in the directory. Raises OSError."""
-        path = os.fspath(directory.file(name))
-        self._fd = _files.open_anew(path, os.O_WRONLY, directory.view)
+        path = os.fspath(directory.path / name)
+        self._fd = _files.open_anew(path, directory.view)
         self._head = head
         try:
             write_at(self._fd, head.text, 0)

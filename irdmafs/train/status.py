@@ -14,7 +14,7 @@ from pathlib import Path
 import msgspec
 
 from .config import TrainConfig
-from .directory import COMPLAINT, COORDINATOR, TrainDirectory, discard, read_small, replace
+from .directory import COMPLAINT, COORDINATOR, TrainDirectory, read_small, replace
 from .errors import BadPush, Refused, TrainError
 from .liveness import is_locked, locked_in
 from .plan import Plan, Push, is_wanted, next_plan, pending
@@ -64,11 +64,11 @@ def note_refusal(
     with contextlib.suppress(OSError):
         folder = Directory(train.path / "refused")
         new = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
-        with open(os.open(folder.file(name), new, 0o644), "wb") as file:
+        with open(os.open(folder.path / name, new, 0o644), "wb") as file:
             file.write(msgspec.json.encode(refusal))
         for old in sorted(os.listdir(folder.path))[:-_KEPT]:
             with contextlib.suppress(OSError):
-                folder.file(old).unlink()
+                (folder.path / old).unlink()
     return name
 
 
@@ -91,11 +91,6 @@ def _read(train: TrainDirectory, files: Iterable[str]) -> list[Refusal]:
         with contextlib.suppress(OSError, TrainError, msgspec.MsgspecError):
             found.append(msgspec.json.decode(read_small(train.refused / name), type=Refusal))
     return found
-
-
-def _newest_refusals(train: TrainDirectory) -> list[Refusal]:
-    """Return the newest refusals, oldest first."""
-    return _read(train, refusals(train)[-_SHOWN:])
 
 
 def complain(target: Path, shard: str, bad: BadPush) -> None:
@@ -150,7 +145,7 @@ def text_of(
         )
     if len(strangers) > _STRANGERS_MAX:
         lines.append(f"and {len(strangers) - _STRANGERS_MAX} more")
-    refused = _newest_refusals(train)
+    refused = _read(train, refusals(train)[-_SHOWN:])
     if refused:
         lines += ["", "refused:"]
         for one in refused:
@@ -179,7 +174,7 @@ def _now(train: TrainDirectory) -> tuple[TrainConfig, Plan, list[Push], list[str
     coordinator has to be at work. Raises TrainError and OSError."""
     config, newest = train.config(), train.newest_plan()
     members = locked_in(train.workers)
-    refused = {one.path for one in _newest_refusals(train)}
+    refused = {one.path for one in _read(train, refusals(train)[-_SHOWN:])}
     pushes = []
     for name in os.listdir(train.push):
         push = push_by_name(name)
@@ -263,7 +258,7 @@ class Watch:
                         # The configuration that refused the push was changed since.
                         continue
                     self._last = ""
-                    discard(self._train, self._train.push / refusal.path)
+                    self._train.discard(self._train.push / refusal.path)
                 raise Refused(refusal.code, f"{refusal.path}: {refusal.reason}")
         if not self._last or (self._train.push / self._last).exists():
             return

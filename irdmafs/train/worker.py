@@ -10,7 +10,6 @@ import time
 import zlib
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from itertools import zip_longest
 from pathlib import Path
 from typing import Any, TypeAlias
 
@@ -18,7 +17,7 @@ from ..client._files import Closing
 from .config import is_worker_name
 from .directory import LOOK_S, TrainDirectory, params_of, remove
 from .errors import Refused, TrainError
-from .layout import Shard
+from .layout import Shard, in_turns
 from .liveness import Lock, is_locked
 from .open_push import OpenPush, Staging
 from .placement import host_of
@@ -77,8 +76,7 @@ class Worker(Closing):
         here = [host_of(params_of(version, shards[0])) == "" for shards in parts]
         first = here.index(True) + 1 if True in here else zlib.crc32(self.name.encode())
         order = [(first + turn) % len(parts) for turn in range(len(parts))]
-        in_turns = [parts[number] for number in sorted(order, key=here.__getitem__)]
-        return [shard for turn in zip_longest(*in_turns) for shard in turn if shard is not None]
+        return [*in_turns(parts[number] for number in sorted(order, key=here.__getitem__))]
 
     def _take_part(self) -> None:
         """Lock the name, remove what workers of this name had begun, and see how far they came. Raises
@@ -182,7 +180,7 @@ class Worker(Closing):
             self.config = self.train.config()
         self._begin_prefetch(out)
         return OpenPush(
-            self.layout, self._in_turns, self._staging, expected, self._watch.counted(),
+            self._in_turns, self._staging, expected, self._watch.counted(),
             finite=self.config.nonfinite == "refuse", publish=self._publish, noting=noting,
         )  # fmt: skip
 
