@@ -98,9 +98,9 @@ class Mapping:
         return np.asarray(self)
 
 
-def view(path: str, data: Array | None, layout: Layout) -> Array:
-    """Return the array of this layout in a file's mapped bytes; ``data`` may be None for an array
-    without elements. Raises FormatError for what numpy cannot represent."""
+def view(path: str, data: Array, layout: Layout) -> Array:
+    """Return the array of this layout in a file's mapped bytes. Raises FormatError for what numpy cannot
+    represent."""
     dtype, shape, offset, order = layout
     try:
         if size_bytes(dtype, shape) == 0:
@@ -139,9 +139,16 @@ def look_up(
 
 
 @contextlib.contextmanager
-def open_to_read(path: str, flags: int = 0) -> Iterator[tuple[int, os.stat_result]]:
+def open_to_read(
+    path: str, flags: int = 0, *, privately: bool = False
+) -> Iterator[tuple[int, os.stat_result]]:
     """Return the descriptor and status of a regular file; raise FileNotFoundError for anything else. With
-    O_NOFOLLOW in `flags` also for a link."""
+    O_NOFOLLOW in `flags` also for a link. `privately`: the caller reads and maps the file and gives its
+    pages to no pipe, socket or device: when it is closed and unmapped, a store node here may use its memory
+    again."""
+    if privately:
+        with contextlib.suppress(OSError):
+            os.getxattr(path, _KEEPS_NO_PAGES_XATTR)
     with naming(path):
         try:
             # Opening a FIFO would wait for its writer.
@@ -157,16 +164,6 @@ def open_to_read(path: str, flags: int = 0) -> Iterator[tuple[int, os.stat_resul
             yield fd, status
         finally:
             os.close(fd)
-
-
-@contextlib.contextmanager
-def open_privately(path: str, flags: int = 0) -> Iterator[tuple[int, os.stat_result]]:
-    """Do as `open_to_read`, for a caller that reads and maps the file and gives its pages to no pipe,
-    socket or device: when it is closed and unmapped, a store node here may use its memory again."""
-    with contextlib.suppress(OSError):
-        os.getxattr(path, _KEEPS_NO_PAGES_XATTR)
-    with open_to_read(path, flags) as found:
-        yield found
 
 
 def read_at(fd: int, size: int, offset: int) -> bytes:
