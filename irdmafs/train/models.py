@@ -215,7 +215,18 @@ def _make(
     names, parts = shard_names(train.path, shards, size)
     layout = ModelLayout(parameters, tuple(names), parts, indices)
     train.layout_path.write_bytes(msgspec.json.encode(layout))
-    _make_first_version(train, config, {name: one for name, (_, one) in values.items()})
+    first = train.next / "0"
+    first.mkdir()
+    add_kept_files(train, keep_files(train), first)
+    for part in layout.parts:
+        make_part(first / part)
+    rule = make_rule(config.rule, config.options)
+    arrays = {name: array for name, (_, array) in values.items()}
+    for shard in layout.shards:
+        first_state(first / shard.part, shard, arrays, rule)
+    (first / PLAN).write_bytes(msgspec.json.encode(first_plan(config)))
+    assemble(train, 0, first)
+    os.rename(first, train.version(0))
     train.status.write_text(f"version   0\nwaits for a reducer: {how_to_reduce(train)}\n")
     train.config_path.write_text(config.toml())
     return layout
@@ -249,23 +260,6 @@ def _read_indices(models: Path, files: set[str]) -> dict[str, frozenset[str]]:
         if missing := sorted(names - files):
             raise TrainError(f"{path} names {missing[0]}, which is not in {models}")
     return found
-
-
-def _make_first_version(
-    train: TrainDirectory, config: TrainConfig, values: dict[str, Array]
-) -> None:
-    target = train.next / "0"
-    target.mkdir()
-    add_kept_files(train, keep_files(train), target)
-    for part in train.layout.parts:
-        make_part(target / part)
-    rule = make_rule(config.rule, config.options)
-    for shard in train.layout.shards:
-        first_state(target / shard.part, shard, values, rule)
-    plan = first_plan(config)
-    (target / PLAN).write_bytes(msgspec.json.encode(plan))
-    assemble(train, 0, target)
-    os.rename(target, train.version(0))
 
 
 def end(directory: StrPath) -> int:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator
 from functools import partial
 from pathlib import Path
 from typing import NamedTuple
@@ -241,7 +241,14 @@ class Part:
         missing = self._missing(plan)
         if not missing:
             return True
-        reductions = self._reductions(missing, target, plan)
+        if self._begun is None or self._begun[0] != target:
+            open_push = self._staged.open_published
+            begun = {
+                shard.name: self._reduction(shard, plan, partial(open_push, shard))
+                for shard in missing
+            }
+            self._begun = (target, begun)
+        reductions = self._begun[1]
         norms: list[float] = []
         if plan.clip_norm:
             own = target / f"{NORM}{self._name}"
@@ -270,17 +277,6 @@ class Part:
             return made == plan
 
         return [shard for shard in self._shards if not is_made(shard)]
-
-    def _reductions(
-        self, shards: Sequence[Shard], target: Path, plan: Plan
-    ) -> dict[str, Reduction]:
-        if self._begun is None or self._begun[0] != target:
-            open_push = self._staged.open_published
-            found = {
-                one.name: self._reduction(one, plan, partial(open_push, one)) for one in shards
-            }
-            self._begun = (target, found)
-        return self._begun[1]
 
     def _reduction(
         self, shard: Shard, plan: Plan, open_push: Callable[[str], ShardFile]
