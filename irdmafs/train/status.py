@@ -191,11 +191,6 @@ def are_enough(train: TrainDirectory) -> bool:
 
 def report(train: TrainDirectory) -> str:
     """Return what `irdmafs train status` prints: what is true now. Raises TrainError and OSError."""
-    return text_of(train, *_now(train), f"reducers  {_holders(train)}")
-
-
-def _holders(train: TrainDirectory) -> str:
-    """Return which reducer has which part of the work."""
     parts: dict[str, list[str]] = {}
     for name in (COORDINATOR, *train.layout.parts):
         path = train.reducers / name
@@ -204,7 +199,8 @@ def _holders(train: TrainDirectory) -> str:
             with contextlib.suppress(OSError, TrainError):
                 holder = one_line(read_small(path).decode(errors="replace").strip())
         parts.setdefault(holder, []).append(name)
-    return "; ".join(f"{holder}: {', '.join(names)}" for holder, names in parts.items())
+    holders = "; ".join(f"{holder}: {', '.join(names)}" for holder, names in parts.items())
+    return text_of(train, *_now(train), f"reducers  {holders}")
 
 
 # -- a worker that waits -----------------------------------------------------------------------------
