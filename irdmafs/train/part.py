@@ -68,7 +68,6 @@ class Staged:
 
     def __init__(self, train: TrainDirectory, trees: Trees) -> None:
         self._train = train
-        self._header_max_bytes = train.layout.header_max_bytes
         self._trees = trees
         self._newest = -1
         # The pushes and workers from which no plan could be foreseen last.
@@ -134,7 +133,8 @@ class Staged:
             return None
         try:
             directory = self._directories.get(push.folder.ino, push.path)
-            file = ShardFile(shard.name, directory, header_max_bytes=self._header_max_bytes)
+            most = self._train.layout.header_max_bytes
+            file = ShardFile(shard.name, directory, header_max_bytes=most)
             if file.seen.ino == before.ino and file.header.metadata.get(STEP) == str(step):
                 check_shard(shard, file.header, cut=True)
                 return file, before
@@ -152,7 +152,7 @@ class Staged:
 
     def open_published(self, shard: Shard, name: str) -> ShardFile:
         """Return the file with a shard of a push by its name. Raises Refused, FormatError and OSError."""
-        path, most = self._train.push / name, self._header_max_bytes
+        path, most = self._train.push / name, self._train.layout.header_max_bytes
         try:
             directory = Directory(path)
         except NotADirectoryError:

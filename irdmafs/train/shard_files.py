@@ -199,7 +199,7 @@ class Prefetch:
         is copied into once it is here; the version may get another yet. `shown`: as in ShardFile."""
         self.out = out
         self._version = version
-        self._train = train
+        self._train, self._layout = train, train.layout
         self._directories = directories
         self._shown = shown
         self._fetches: dict[str, _Fetch] = {}
@@ -215,7 +215,7 @@ class Prefetch:
         if version != self._version:
             return found
         there = self._train.in_version(version)
-        for shard in self._train.layout.shards:
+        for shard in self._layout.shards:
             fetch = self._fetches.get(shard.name)
             if fetch is None or fetch.file.exception() is not None:
                 continue
@@ -232,7 +232,7 @@ class Prefetch:
 
     def _run(self) -> None:
         counter = None
-        while not self._ended and len(self._fetches) < len(self._train.layout.shard_names):
+        while not self._ended and len(self._fetches) < len(self._layout.shard_names):
             try:
                 ahead = look(self._train.ahead, counter, LOOK_S)
                 counter = ahead.counter
@@ -252,7 +252,7 @@ class Prefetch:
             if number in there.folders:
                 path = self._train.ahead / home / number / PARAMS
                 made[owner_of(home)] = (path, there.folder(number, PARAMS))
-        left = [one for one in self._train.layout.shards if one.name not in self._fetches]
+        left = [one for one in self._layout.shards if one.name not in self._fetches]
         if any(shard.part not in made for shard in left):
             # A part that has gone from ahead/ is published as soon as there is a plan.
             planned = look(self._train.next).folder(number)
