@@ -79,7 +79,7 @@ class Routes(OnHost):
 
     def node_of(self, inode: Inode, pid: int) -> Node:
         """Return the node that a lookup of the inode's name by this thread finds."""
-        if self.promises and (promise := self._promised(pid, inode.ino)) is not None:
+        if self.promises and (promise := self.promised(pid, inode.ino)) is not None:
             promise.looked_up = True
             return promise.node
         node = self._nodes.main.get(inode.ino)
@@ -103,7 +103,7 @@ class Routes(OnHost):
     def follow(self, pid: int, name: Name, inode: Inode) -> None:
         """Have a thread's open be promised the file that its name means now. One with O_RDONLY | O_TRUNC
         has emptied its file already. Raises OSError (ENOSPC, EMFILE)."""
-        if self._promised(pid, inode.ino) is not None or not inode.is_file:
+        if self.promised(pid, inode.ino) is not None or not inode.is_file:
             return
         promise = self._by_name(pid, name)
         if promise is None:
@@ -209,11 +209,8 @@ class Routes(OnHost):
             came_to = self.node_of(inode, 0)
         self._promise(inode, flags, pid, name, came_to, content, cut=cut)
 
-    def is_promised(self, pid: int, ino: int) -> bool:
-        """Return whether the thread's open of the inode was led to another node."""
-        return self._promised(pid, ino) is not None
-
-    def _promised(self, pid: int, ino: int) -> Promise | None:
+    def promised(self, pid: int, ino: int) -> Promise | None:
+        """Return the promise by which the thread's open of the inode was led to another node, if any."""
         promise = self.promises.get(_slot(pid, ino))
         return promise if promise is not None and promise.content.ino == ino else None
 
