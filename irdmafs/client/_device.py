@@ -51,14 +51,12 @@ _FLUSH_CONTEXT, _FLUSH_TO_OWNER = 0, 100
 
 
 class _Item(NamedTuple):
-    """A tensor to be copied. `shape` is that of the bytes as they lie; `turned`: its axes are reversed."""
+    """A tensor to be copied: its bytes from an address on, and its form."""
 
     name: str
     address: int
     size: int
-    shape: tuple[int, ...]
-    turned: bool
-    dtype: Any
+    layout: Layout
 
 
 class _Run(NamedTuple):
@@ -78,22 +76,21 @@ def to_device(arrays: Mapping[str, Array], device: object) -> dict[str, Any]:
     tensors: dict[str, Any] = dict.fromkeys(arrays)  # in the order of the arguments
     items = []
     for name, given in arrays.items():
-        array, turned = _in_memory_order(given)
-        dtype = _dtype(torch, name, array.dtype)
-        if array.nbytes == 0:
+        dtype, flags = _dtype(torch, name, given.dtype), given.flags
+        if given.nbytes == 0:
             tensors[name] = torch.empty(given.shape, dtype=dtype, device=target)
-        elif not array.dtype.isnative or not array.flags.c_contiguous:
-            tensors[name] = _turned(tensor_of(array), turned).to(target)
+        elif not given.dtype.isnative or not (flags.c_contiguous or flags.f_contiguous):
+            tensors[name] = tensor_of(given).to(target)
         else:
-            items.append(_Item(name, array.ctypes.data, array.nbytes, array.shape, turned, dtype))
+            layout = Layout(given.dtype, given.shape, order="C" if flags.c_contiguous else "F")
+            items.append(_Item(name, given.ctypes.data, given.nbytes, layout))
     runs = list(_runs(items))
     copies = [torch.empty(run.size, dtype=torch.uint8, device=target) for run in runs]
     _copy(torch, target, [(run.address, copy) for run, copy in zip(runs, copies, strict=True)])
     for run, copy in zip(runs, copies, strict=True):
         for item in run.items:
-            start = item.address - run.address
-            flat = copy[start : start + item.size].view(item.dtype)
-            tensors[item.name] = _turned(flat.view(item.shape), item.turned)
+            layout = item.layout._replace(offset=item.address - run.address)
+            tensors[item.name] = view(item.name, copy, layout)
     return tensors
 
 
@@ -103,16 +100,6 @@ def _torch() -> Any:
     except ImportError as error:
         why = "tensors on a device need the package torch: pip install 'irdmafs[torch]'"
         raise ImportError(why) from error
-
-
-def _in_memory_order(array: Array) -> tuple[Array, bool]:
-    """Return the array, or its transpose, whichever is in C order."""
-    turned = array.flags.f_contiguous and not array.flags.c_contiguous
-    return (array.T if turned else array), turned
-
-
-def _turned(tensor: Any, turned: bool) -> Any:
-    return tensor.permute(*reversed(range(tensor.dim()))) if turned else tensor
 
 
 def tensor_of(array: Array) -> Any:
@@ -141,7 +128,7 @@ def _runs(items: Iterable[_Item]) -> Iterator[_Run]:
     """Return the runs of items that are copied at once."""
     run: _Run | None = None
     for item in sorted(items, key=lambda item: item.address):
-        if item.size > _SMALL_BYTES or item.address % item.dtype.itemsize:
+        if item.size > _SMALL_BYTES or item.address % item.layout.dtype.itemsize:
             yield _Run(item.address, item.size, [item])
             continue
         end = item.address + item.size
@@ -318,6 +305,7 @@ def view(path: str, memory: Any, layout: Layout) -> Any:
         flat = torch.from_numpy(native).to(memory.device)
     elif flat.storage_offset() % dtype.itemsize:
         flat = flat.clone()
-    turned = order == "F"
-    lying = tuple(reversed(shape)) if turned else shape
-    return _turned(flat.view(kind).view(lying), turned)
+    flat = flat.view(kind)
+    if order == "C":
+        return flat.view(shape)
+    return flat.view(shape[::-1]).permute(*reversed(range(len(shape))))

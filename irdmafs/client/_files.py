@@ -98,9 +98,9 @@ class Mapping:
         return np.asarray(self)
 
 
-def view(path: str, data: Array | None, layout: Layout) -> Array:
-    """Return the array of this layout in a file's mapped bytes; ``data`` may be None for an array
-    without elements. Raises FormatError for what numpy cannot represent."""
+def view(path: str, data: Array, layout: Layout) -> Array:
+    """Return the array of this layout in a file's mapped bytes. Raises FormatError for what numpy cannot
+    represent."""
     dtype, shape, offset, order = layout
     try:
         if size_bytes(dtype, shape) == 0:
@@ -139,9 +139,16 @@ def look_up(
 
 
 @contextlib.contextmanager
-def open_to_read(path: str, flags: int = 0) -> Iterator[tuple[int, os.stat_result]]:
+def open_to_read(
+    path: str, flags: int = 0, *, privately: bool = False
+) -> Iterator[tuple[int, os.stat_result]]:
     """Return the descriptor and status of a regular file; raise FileNotFoundError for anything else. With
-    O_NOFOLLOW in `flags` also for a link."""
+    O_NOFOLLOW in `flags` also for a link. `privately`: the caller reads and maps the file and gives its
+    pages to no pipe, socket or device: when it is closed and unmapped, a store node here may use its memory
+    again."""
+    if privately:
+        with contextlib.suppress(OSError):
+            os.getxattr(path, _KEEPS_NO_PAGES_XATTR)
     with naming(path):
         try:
             # Opening a FIFO would wait for its writer.
@@ -157,16 +164,6 @@ def open_to_read(path: str, flags: int = 0) -> Iterator[tuple[int, os.stat_resul
             yield fd, status
         finally:
             os.close(fd)
-
-
-@contextlib.contextmanager
-def open_privately(path: str, flags: int = 0) -> Iterator[tuple[int, os.stat_result]]:
-    """Do as `open_to_read`, for a caller that reads and maps the file and gives its pages to no pipe,
-    socket or device: when it is closed and unmapped, a store node here may use its memory again."""
-    with contextlib.suppress(OSError):
-        os.getxattr(path, _KEEPS_NO_PAGES_XATTR)
-    with open_to_read(path, flags) as found:
-        yield found
 
 
 def read_at(fd: int, size: int, offset: int) -> bytes:
@@ -196,11 +193,10 @@ def is_irdmafs(device: int) -> bool:
     return filesystem_of(device) == b"fuse.irdmafs"
 
 
-def open_anew(path: str, mode: int, view: StrPath | None = None) -> int:
-    """Open a file to write it from its beginning, which makes it if it is not there; `mode`: O_WRONLY or
-    O_RDWR. `view`: a path of the private view of its directory, in which nobody else writes. Raises
-    OSError."""
-    flags = mode | os.O_TRUNC | os.O_CLOEXEC
+def open_anew(path: str, view: StrPath | None = None) -> int:
+    """Open a file to write it from its beginning, which makes it if it is not there. `view`: a path of the
+    private view of its directory, in which nobody else writes. Raises OSError."""
+    flags = os.O_WRONLY | os.O_TRUNC | os.O_CLOEXEC
     if view is not None:
         with contextlib.suppress(FileNotFoundError):
             return look_up(os.open, os.path.join(view, os.path.basename(path)), flags)
@@ -211,7 +207,7 @@ def write_version(path: str, contents: Iterable[memoryview], view: StrPath | Non
     """Write a new version of a file of irdmafs, which closing the returned descriptor publishes. `view`: as
     in `open_anew`. Raises OSError, with the path."""
     with naming(path):
-        fd = open_anew(path, os.O_WRONLY, view)
+        fd = open_anew(path, view)
         try:
             write_all(fd, contents)
         except BaseException:

@@ -86,8 +86,7 @@ def load(path: str) -> Array | None:
         if size == 0:
             return None
         found = layout(path, lambda count: read_at(fd, count, 0), size)
-        data = Mapping(path, fd, size).bytes if size_bytes(found.dtype, found.shape) else None
-    return view(path, data, found)
+        return view(path, Mapping(path, fd, size).bytes, found)
 
 
 # The layers of a model have few different shapes; a literal takes longer to parse than a file to map.

@@ -49,7 +49,6 @@ class Header:
 
     tensors: dict[str, Layout]
     metadata: dict[str, str]
-    has_data: bool
 
 
 def header_text(
@@ -97,7 +96,7 @@ def parse_header(path: str, text: bytes, size: int) -> Header:
     if data_start + position != size:
         defect = f"the tensors take {position} bytes of data, {size - data_start} are there"
         raise FormatError(path, defect)
-    return Header(tensors, metadata, position > 0)
+    return Header(tensors, metadata)
 
 
 def _parse_entry(path: str, name: str, raw: msgspec.Raw) -> tuple[DType, tuple[int, ...], int, int]:

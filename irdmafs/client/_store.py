@@ -408,11 +408,10 @@ class Store(MutableMapping[str, Array], Closing):
         with _files.open_to_read(path) as (fd, status):
             parsed = self._parse(path, fd, status)
             mapping = parsed.mapping() if parsed.mapping is not None else None
-            if mapping is None and parsed.header.has_data:
+            if mapping is None:
                 mapping = _files.Mapping(path, fd, status.st_size)
                 self._keep(path, parsed._replace(mapping=weakref.ref(mapping)))
-        header = parsed.header
-        data = None if mapping is None else mapping.bytes
+        header, data = parsed.header, mapping.bytes
         wanted = header.tensors if names is None else header.tensors.keys() & names
         return {name: _files.view(path, data, header.tensors[name]) for name in wanted}
 

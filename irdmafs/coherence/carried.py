@@ -15,17 +15,13 @@ from .host import Host, OnHost
 from .in_place import InPlace
 from .nodes import Handle, Node
 from .publishing import Publisher
-from .sharing import Sharing
 
 
 class Carried(OnHost):
     """Carries requests out on contents. `bytes`: so many were read and written through the daemon."""
 
-    def __init__(
-        self, host: Host, sharing: Sharing, in_place: InPlace, publisher: Publisher
-    ) -> None:
+    def __init__(self, host: Host, in_place: InPlace, publisher: Publisher) -> None:
         super().__init__(host)
-        self._sharing = sharing
         self._in_place = in_place
         self._publisher = publisher
         self.bytes = 0

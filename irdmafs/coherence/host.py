@@ -9,18 +9,21 @@ from ..backend.store.api import Store
 from .content import Content, State
 from .kernel_cache import KernelCache
 from .nodes import Node, NodeTable
+from .sharing import Sharing
 from .table import ContentTable
 
 
 class Host:
-    """A mount's contents (`table`) and the kernel's nodes that show them (`nodes`). Drops contents that
-    nobody holds, nodes that nothing has open, and inodes without a name."""
+    """A mount's contents (`table`), the choice of one for an open (`sharing`), and the kernel's nodes that
+    show them (`nodes`). Drops contents that nobody holds, nodes that nothing has open, and inodes without
+    a name. `isolates`: as for Sharing."""
 
-    def __init__(self, store: Store, kernel: KernelCache) -> None:
+    def __init__(self, store: Store, kernel: KernelCache, *, isolates: bool) -> None:
         self.store = store
         self.inodes = store.namespace.inodes
         self.kernel = kernel
         self.table = ContentTable(store)
+        self.sharing = Sharing(self.table, isolates=isolates)
         self.nameless: list[Inode] = []
         self.nodes = NodeTable(store.namespace.tree, self._node_dropped)
         store.namespace.holders.append(self.nodes.has_nodes)
@@ -128,4 +131,5 @@ class OnHost:
         self._inodes = host.inodes
         self._kernel = host.kernel
         self._table = host.table
+        self._sharing = host.sharing
         self._nodes = host.nodes

@@ -9,9 +9,8 @@ from ..backend.model.records import ContentId
 from ..backend.namespace import Inode
 from ..inline import detach
 from .content import Content, Stamp
-from .host import Host, OnHost
+from .host import OnHost
 from .nodes import Node
-from .sharing import Sharing
 from .table import changed_ns, stamp_of
 
 log = logging.getLogger(__name__)
@@ -19,10 +18,6 @@ log = logging.getLogger(__name__)
 
 class InPlace(OnHost):
     """Makes contents writable, and copies newer versions into those that have nothing unpublished."""
-
-    def __init__(self, host: Host, sharing: Sharing) -> None:
-        super().__init__(host)
-        self._sharing = sharing
 
     # -- beginning -------------------------------------------------------------------------------
 

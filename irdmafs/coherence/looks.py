@@ -4,9 +4,8 @@ from typing import NamedTuple
 
 from ..backend.namespace import Inode
 from .content import Content, State
-from .host import Host, OnHost
+from .host import OnHost
 from .nodes import Node
-from .sharing import Sharing
 from .table import changed_ns, stamp_of
 
 
@@ -21,10 +20,6 @@ class Shown(NamedTuple):
 
 class Looks(OnHost):
     """Tells the attributes that are the content's, and not the inode's."""
-
-    def __init__(self, host: Host, sharing: Sharing) -> None:
-        super().__init__(host)
-        self._sharing = sharing
 
     def changing(self, node: Node, inode: Inode) -> Content | None:
         """Return the content that the node stands for, if the inode does not tell how that looks."""

@@ -21,7 +21,7 @@ from .content import Content, State
 from .host import Host, OnHost
 from .kernel_cache import Name
 from .nodes import Node
-from .sharing import Sharing, truncates
+from .sharing import truncates
 
 # The kernel comes back at once, unless this daemon or the thread is kept from its processor; an older
 # promise belongs to an open that died.
@@ -36,7 +36,6 @@ class Promise:
     """An open by a thread with `flags`, which came to one node by a `name`, if that is known, and will find
     its content on another when it comes again. `cut`: the content is to be emptied for it."""
 
-    slot: _Slot
     name: Name | None
     came_to: Node
     node: Node
@@ -68,9 +67,8 @@ class Promise:
 class Routes(OnHost):
     """Leads lookups to nodes, and opens to nodes that can show their contents."""
 
-    def __init__(self, host: Host, sharing: Sharing) -> None:
+    def __init__(self, host: Host) -> None:
         super().__init__(host)
-        self._sharing = sharing
         # The promises not kept yet, at most one for each thread, and for each inode one for all threads
         # whose number cannot be seen. Lookups and opens check whether it is empty without a call.
         self.promises: dict[_Slot, Promise] = {}
@@ -81,7 +79,7 @@ class Routes(OnHost):
 
     def node_of(self, inode: Inode, pid: int) -> Node:
         """Return the node that a lookup of the inode's name by this thread finds."""
-        if self.promises and (promise := self._promised(pid, inode.ino)) is not None:
+        if self.promises and (promise := self.promised(pid, inode.ino)) is not None:
             promise.looked_up = True
             return promise.node
         node = self._nodes.main.get(inode.ino)
@@ -105,7 +103,7 @@ class Routes(OnHost):
     def follow(self, pid: int, name: Name, inode: Inode) -> None:
         """Have a thread's open be promised the file that its name means now. One with O_RDONLY | O_TRUNC
         has emptied its file already. Raises OSError (ENOSPC, EMFILE)."""
-        if self._promised(pid, inode.ino) is not None or not inode.is_file:
+        if self.promised(pid, inode.ino) is not None or not inode.is_file:
             return
         promise = self._by_name(pid, name)
         if promise is None:
@@ -211,11 +209,8 @@ class Routes(OnHost):
             came_to = self.node_of(inode, 0)
         self._promise(inode, flags, pid, name, came_to, content, cut=cut)
 
-    def is_promised(self, pid: int, ino: int) -> bool:
-        """Return whether the thread's open of the inode was led to another node."""
-        return self._promised(pid, ino) is not None
-
-    def _promised(self, pid: int, ino: int) -> Promise | None:
+    def promised(self, pid: int, ino: int) -> Promise | None:
+        """Return the promise by which the thread's open of the inode was led to another node, if any."""
         promise = self.promises.get(_slot(pid, ino))
         return promise if promise is not None and promise.content.ino == ino else None
 
@@ -258,10 +253,10 @@ class Routes(OnHost):
         """Withdraw promises whose open has not come, the oldest first, so that nobody joins their
         contents."""
         too_many = len(self.promises) - _MAX_PROMISES
-        for number, promise in enumerate(list(self.promises.values())):
+        for number, (slot, promise) in enumerate(list(self.promises.items())):
             if number >= too_many and not promise.is_old:
                 return
-            self._withdraw(promise.slot)
+            self._withdraw(slot)
 
     def _promise(
         self,
@@ -282,7 +277,7 @@ class Routes(OnHost):
             node.content = content
         self._table.hold(content)
         node.promised += 1
-        promise = Promise(slot, name, came_to, node, content, flags, cut)
+        promise = Promise(name, came_to, node, content, flags, cut)
         content.awaited += promise.joins
         self.promises[slot] = promise
         self._awaited[inode.ino] += 1

@@ -244,7 +244,7 @@ class Shared(Coherence):
         way, empties = self._trails.take(pid), truncates(flags)
         node = self._nodes.by_id.get(node_id)
         name = _name_of(node, way.names)
-        if self._promises and node is not None and self._cache.routes.is_promised(pid, node.ino):
+        if self._promises and node is not None and self._cache.routes.promised(pid, node.ino):
             # It was settled, and counted, when the open came to the other node.
             node, inode = self._nodes.get(node_id)
         else:

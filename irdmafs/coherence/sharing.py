@@ -120,7 +120,7 @@ class Sharing:
     def _begin_private(self, inode: Inode) -> Content:
         content = Content(inode, replaces=True)
         self.allocate(content, inode)
-        self._table.add_private(content)
+        self._table.private.setdefault(content.ino, []).append(content)
         return content
 
     def allocate(self, content: Content, inode: Inode, *, whole: bool = False) -> None:

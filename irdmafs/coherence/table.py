@@ -228,9 +228,6 @@ class ContentTable:
 
     # -- becoming and ceasing to be the file's content --------------------------------------------
 
-    def add_private(self, content: Content) -> None:
-        self.private.setdefault(content.ino, []).append(content)
-
     def make_current(self, content: Content) -> None:
         """Make the content the file's current one; the one before stays with its descriptors."""
         before = self.current.get(content.ino)

@@ -8,8 +8,7 @@ import errno
 import logging
 import os
 import time
-from collections.abc import Collection, Iterable, Iterator, Sequence
-from itertools import zip_longest
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -23,20 +22,18 @@ from .directory import (
     NOT_KEPT,
     PLAN,
     TrainDirectory,
-    discard,
     make_new,
     move,
     owner_of,
-    put_aside,
     remove,
     remove_aside,
     replace,
 )
 from .errors import Refused, invalid
-from .layout import ModelLayout
+from .layout import in_turns
 from .liveness import WatchedLock, is_locked
 from .models import add_kept_files, assemble
-from .plan import Plan, Push, is_wanted, next_plan, pending, without
+from .plan import Plan, Push, next_plan, without
 from .status import complaints, note_refusal, one_line, text_of
 from .trees import Folder, Seen, Trees, look, seen
 
@@ -64,9 +61,8 @@ class _Worker(NamedTuple):
 class Coordinator:
     """Plans versions from the pushes that are there, commits versions that are made, and tidies."""
 
-    def __init__(self, train: TrainDirectory, layout: ModelLayout, trees: Trees) -> None:
+    def __init__(self, train: TrainDirectory, trees: Trees) -> None:
         self._train = train
-        self._layout = layout
         self._trees = trees
         # The text of the file `status`, and when it was looked at.
         self._shown, self._shown_s = "", 0.0
@@ -108,22 +104,18 @@ class Coordinator:
         found = self._find_pushes(config, newest)
         plan = next_plan(config, newest, found, self._members)
         if plan is None:
-            waiting = pending(found, newest.clocks)
-            _, awaited = is_wanted(config, waiting, self._members)
-            self._show_status(config, newest, waiting, awaited)
+            self._show_status(config, newest, found)
             names = {*self._trees.look(self._train.push).names}
             return bool(names - self._looks.keys() - self._pushes.keys())
         self._write_plan(self._train.attempt(plan.version, 0), plan)
         return True
 
-    def _show_status(
-        self, config: TrainConfig, newest: Plan, waiting: Collection[Push], awaited: Sequence[str]
-    ) -> None:
+    def _show_status(self, config: TrainConfig, newest: Plan, found: Sequence[Push]) -> None:
         """Write the file `status` anew, now and then, if it has something else to show. Raises OSError."""
         now_s = time.monotonic()
         if now_s >= self._shown_s + _SHOW_S:
             self._shown_s = now_s
-            text = text_of(self._train, config, newest, waiting, awaited, self._members)
+            text = text_of(self._train, config, newest, found, self._members)
             if text != self._shown:
                 self._shown = text
                 replace(self._train.status, text.encode())
@@ -160,7 +152,7 @@ class Coordinator:
 
     def _is_usable(self, name: str) -> bool:
         try:
-            return pushes.inspect(self._train, self._layout, name) is not None
+            return pushes.inspect(self._train, name) is not None
         except Refused as error:
             self._refuse(name, error, counts=True)
             return False
@@ -189,7 +181,7 @@ class Coordinator:
             is_last = push.step == newest.clocks.get(push.worker) and push.worker in self._members
             if _is_past(push, newest) and not is_last:
                 del self._pushes[push.path]
-                put_aside(self._train, self._train.push / push.path)
+                self._train.put_aside(self._train.push / push.path)
                 self._litter = None
         for push in self._pushes.values():
             steps[push.worker] = max(steps.get(push.worker, 0), push.step)
@@ -207,7 +199,7 @@ class Coordinator:
             by_worker.setdefault(pushes.worker_of(name), []).append(name)
         known = [by_worker.pop(name) for name in sorted(newest.clocks.keys() | self._members)
                  if name in by_worker]  # fmt: skip
-        return _alternate([_alternate(known), _alternate(list(by_worker.values()))])
+        return in_turns([in_turns(known), in_turns(by_worker.values())])
 
     def _settle(self, push: Push, step: int) -> None:
         """Give a push whose name says no step one that does. A later file of that name is another push."""
@@ -229,7 +221,7 @@ class Coordinator:
             if name.startswith(".") or self._bad.get(name) == now:
                 return None
             finite = config.nonfinite == "refuse"
-            push = pushes.inspect(self._train, self._layout, name, folder, finite=finite)
+            push = pushes.inspect(self._train, name, folder, finite=finite)
             if push is not None and not _is_past(push, newest):
                 pushes.check_turn(self._train, config, newest, push)
             return push
@@ -262,7 +254,7 @@ class Coordinator:
             # The directory of another user may have to stay.
             with contextlib.suppress(PermissionError):
                 if owner_of(name) not in self._members:
-                    discard(self._train, self._train.staging / name)
+                    self._train.discard(self._train.staging / name)
         for name in self._joined.keys() - self._members:
             del self._joined[name]
 
@@ -287,10 +279,10 @@ class Coordinator:
 
     def _commit(self, config: TrainConfig, target: Path, plan: Plan) -> bool:
         there = self._trees.look(self._train.next).folder(target.name)
-        if not self._layout.parts.keys() <= there.folders.keys():
+        if not self._train.layout.parts.keys() <= there.folders.keys():
             return False
         if config.whole_every and plan.version % config.whole_every == 0:
-            assemble(self._train, self._layout, plan.version, target)
+            assemble(self._train, plan.version, target)
         for name in there.names:
             # Norms and complaints are not needed any more; a killed process was writing names with a dot.
             if name.startswith(NOT_KEPT):
@@ -309,13 +301,13 @@ class Coordinator:
         for name in self._trees.look(train.next).folders:
             made = name.partition(".")[0]
             if made.isdecimal() and int(made) <= newest.version:
-                put_aside(train, train.next / name)
+                train.put_aside(train.next / name)
         self._litter = None
 
     def _put_aside_version(self, version: Path, newest: int) -> None:
         """Put a version aside, whole, and give its parts to the reducers that make them, which write into
         the same files those of the version after the next: they may have begun the next one."""
-        gone = put_aside(self._train, version)
+        gone = self._train.put_aside(version)
         if gone is not None:
             for home in look(self._train.ahead).folders:
                 with contextlib.suppress(FileExistsError, FileNotFoundError, PermissionError):
@@ -337,18 +329,12 @@ class Coordinator:
         self._oldest = min(self._train.version_numbers(), default=0)
         for name in os.listdir(self._train.ahead):
             if not is_locked(self._train.reducers / owner_of(name)):
-                put_aside(self._train, self._train.ahead / name)
+                self._train.put_aside(self._train.ahead / name)
         for path in (*self._train.path.glob(".*"), *self._train.workers.glob(".*")):
             with contextlib.suppress(FileNotFoundError):
                 is_old = time.time() > look_up(os.lstat, path).st_mtime + _LEFT_S
                 if is_old and not is_locked(path):
-                    put_aside(self._train, path)
-
-
-def _alternate(sequences: Sequence[Iterable[str]]) -> Iterator[str]:
-    """Return the first of each, then the second of each, and so on."""
-    for turn in zip_longest(*sequences):
-        yield from (one for one in turn if one is not None)
+                    self._train.put_aside(path)
 
 
 def _is_past(push: Push, newest: Plan) -> bool:

@@ -9,10 +9,9 @@ import re
 import secrets
 import shutil
 import stat
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from functools import partial
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import msgspec
 
@@ -74,8 +73,8 @@ class TrainDirectory:
     def reopen(self) -> None:
         """Open the directories anew, as their mount may have been. Raises OSError."""
         self._opened: dict[str, Directory] = {}
-        # The configuration, the layout and the members as they were when they were read.
-        self._read: dict[Path, tuple[Seen, Any]] = {}
+        self._config: tuple[Seen, TrainConfig] | None = None
+        self._layout: ModelLayout | None = None
         # Plans by their files: the last ones that were read. A plan never changes.
         self._plans: dict[Seen, Plan] = {}
         # The names below versions/ when they were looked at last; whether they are too many for one answer.
@@ -137,16 +136,30 @@ class TrainDirectory:
             return False
 
     def config(self) -> TrainConfig:
-        """Read config.toml. Raises TrainError."""
-        shown = self.path / self.config_path.name
-        return self._once(self.config_path, partial(TrainConfig.read, shown))
+        """Return what config.toml holds, which is read again if it has changed. Raises OSError and
+        TrainError."""
+        with self._having_begun():
+            now = seen(_files.look_up(os.stat, self.config_path))
+            if self._config is None or self._config[0] != now:
+                shown = self.path / self.config_path.name
+                self._config = (now, TrainConfig.read(shown, read_small(self.config_path)))
+        return self._config[1]
 
+    @property
     def layout(self) -> ModelLayout:
-        """Read layout.json. Raises TrainError."""
+        """Return what layout.json holds, which never changes. Raises OSError and TrainError."""
+        if self._layout is None:
+            with self._having_begun():
+                self._layout = _decode(self.layout_path, ModelLayout)
+        return self._layout
+
+    @contextlib.contextmanager
+    def _having_begun(self) -> Iterator[None]:
         try:
-            return self._once(self.layout_path, msgspec.json.Decoder(ModelLayout).decode)
-        except msgspec.MsgspecError as error:
-            raise TrainError(f"{self.layout_path}: {error}") from None
+            yield
+        except FileNotFoundError:
+            how = f"irdmafs train init {self.models} begins"
+            raise TrainError(f"{self.models} is not trained in: {how}") from None
 
     def version_numbers(self) -> list[int]:
         """Return the numbers of the versions that are there, in order."""
@@ -168,28 +181,12 @@ class TrainDirectory:
         path, file = directory / PLAN, there.files.get(PLAN)
         plan = self._plans.get(file) if file is not None else None
         if plan is None:
-            try:
-                plan = msgspec.json.decode(read_small(path), type=Plan)
-            except msgspec.MsgspecError as error:
-                raise TrainError(f"{path}: {error}") from None
+            plan = _decode(path, Plan)
             if file is not None:
                 self._plans[file] = plan
             if len(self._plans) > _PLANS_KEPT:
                 del self._plans[next(iter(self._plans))]
         return plan
-
-    def _once(self, path: Path, read: Callable[[bytes], T]) -> T:
-        """Return what a small file of each training holds, which is read again if it has changed. Raises
-        OSError, TrainError, and what `read` raises."""
-        try:
-            now = seen(_files.look_up(os.stat, path))
-            if path not in self._read or self._read[path][0] != now:
-                self._read[path] = (now, read(read_small(path)))
-        except FileNotFoundError:
-            how = f"irdmafs train init {self.models} begins"
-            raise TrainError(f"{self.models} is not trained in: {how}") from None
-        value: T = self._read[path][1]
-        return value
 
     def look_at_versions(self, after: int | None = None, timeout_s: float = 0.0) -> Folder:
         """Return what is below versions/, or of very many versions the newest; if `after` is a counter,
@@ -253,6 +250,38 @@ class TrainDirectory:
                     found[name] = clocks.get(name) or int(read_small(self.workers / name))
         return found
 
+    # -- what goes, and what only one process writes -----------------------------------------------
+
+    def put_aside(self, path: Path) -> Path | None:
+        """Take a file or directory away, at once and whole, to be removed later, and return where it is;
+        None if it was gone. Raises OSError."""
+        gone = self.aside / secrets.token_hex(8)
+        with contextlib.suppress(FileNotFoundError):
+            move(path, gone)
+            return gone
+        return None
+
+    def discard(self, path: Path) -> None:
+        """Remove a push or a worker's directory in staging/, as remove_aside does. Raises OSError."""
+        gone = self.staging / f"@{secrets.token_hex(8)}"
+        with contextlib.suppress(FileNotFoundError):
+            move(path, gone)
+            remove_aside(gone)
+
+    def make_home(self, owner: str, *, is_part: bool) -> Path:
+        """Make a directory in ahead/, for a part, or else in staging/, that only this process writes in.
+        Take the directories of earlier processes of the same part or worker away: if such a process was
+        only stopped, it can publish nothing any more. Raises OSError."""
+        folder, take_away = (
+            (self.ahead, self.put_aside) if is_part else (self.staging, self.discard)
+        )
+        for name in os.listdir(folder):
+            if owner_of(name) == owner:
+                take_away(folder / name)
+        path = folder / f"{owner}@{secrets.token_hex(8)}"
+        path.mkdir()
+        return path
+
 
 def _attempts(version: int, names: Iterable[str]) -> list[int]:
     found = []
@@ -261,6 +290,14 @@ def _attempts(version: int, names: Iterable[str]) -> list[int]:
         if number == str(version) and (not attempt or attempt.isdecimal()):
             found.append(int(attempt or 0))
     return sorted(found)
+
+
+def _decode(path: Path, kind: type[T]) -> T:
+    """Return what a file in JSON holds. Raises TrainError, and as read_small() does."""
+    try:
+        return msgspec.json.decode(read_small(path), type=kind)
+    except msgspec.MsgspecError as error:
+        raise TrainError(f"{path}: {error}") from None
 
 
 def read_small(path: Path) -> bytes:
@@ -322,7 +359,7 @@ def make_new(path: Path, contents: Iterable[memoryview]) -> None:
 
 def remove(path: Path) -> None:
     """Remove a file, or a directory that only this process has and all that is in it; it may be gone, or go
-    meanwhile. Others may have a directory, or be about to: see put_aside and discard."""
+    meanwhile. Others may have a directory, or be about to: see `TrainDirectory.put_aside`."""
     with contextlib.suppress(FileNotFoundError):
         if not stat.S_ISDIR(os.lstat(path).st_mode):
             path.unlink()
@@ -331,16 +368,6 @@ def remove(path: Path) -> None:
             path.rmdir()
         except OSError:
             shutil.rmtree(path, ignore_errors=True)
-
-
-def put_aside(train: TrainDirectory, path: Path) -> Path | None:
-    """Take a file or directory away, at once and whole, to be removed later, and return where it is; None
-    if it was gone. Raises OSError."""
-    gone = train.aside / secrets.token_hex(8)
-    with contextlib.suppress(FileNotFoundError):
-        move(path, gone)
-        return gone
-    return None
 
 
 def remove_aside(path: Path) -> None:
@@ -367,29 +394,9 @@ def remove_aside(path: Path) -> None:
     remove(path)
 
 
-def discard(train: TrainDirectory, path: Path) -> None:
-    """Remove a push or a worker's directory in staging/, as remove_aside does. Raises OSError."""
-    gone = train.staging / f"@{secrets.token_hex(8)}"
-    with contextlib.suppress(FileNotFoundError):
-        move(path, gone)
-        remove_aside(gone)
-
-
 def owner_of(name: str) -> str:
     """Return the worker or part that has a directory of staging/ or ahead/: NAME@TOKEN."""
     return name.rpartition("@")[0]
-
-
-def make_home(folder: Path, owner: str, take_away: Callable[[Path], object]) -> Path:
-    """Make a directory in staging/ or ahead/ that only this process writes in. Take the directories of
-    earlier processes of the same worker or part away: if such a process was only stopped, it can publish
-    nothing any more. Raises OSError."""
-    for name in os.listdir(folder):
-        if owner_of(name) == owner:
-            take_away(folder / name)
-    path = folder / f"{owner}@{secrets.token_hex(8)}"
-    path.mkdir()
-    return path
 
 
 def make_part(path: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import math
 import os
 import signal
 import subprocess
@@ -12,8 +13,8 @@ from collections.abc import Callable, Iterator, Sequence
 
 from .directory import TrainDirectory, params_of
 from .errors import TrainError
-from .placement import host_of, is_here
-from .status import current, how_to_reduce, is_reduced
+from .placement import host_of
+from .status import are_enough, how_to_reduce, is_reduced
 
 # Processes that are to end are killed after so long, or at a further signal.
 _GRACE_S = 10.0
@@ -29,11 +30,10 @@ def reducers_here(train: TrainDirectory) -> tuple[bool, list[str]]:
     move the fewest bytes where shards are. If no reducer is at work there should be one here in any case.
     Raises TrainError and OSError."""
     version = train.version(train.newest())
-    paths = [params_of(version, shards[0]) for shards in train.layout().parts.values()]
-    are_here = [is_here(path) for path in paths]
-    elsewhere = {host_of(path) for path, here in zip(paths, are_here, strict=True) if here is False}
-    wanted = any(here is not False for here in are_here) or not is_reduced(train)
-    return wanted, sorted(elsewhere)
+    parts = train.layout.parts.values()
+    hosts = {host_of(params_of(version, shards[0])) for shards in parts}
+    elsewhere = sorted(filter(None, hosts))
+    return bool(hosts & {"", None}) or not is_reduced(train), elsewhere
 
 
 class _Processes:
@@ -105,37 +105,25 @@ def launch(
                 reducing.start([sys.executable, *reduce])
             for number in range(workers):
                 pushing.start(command, IRDMAFS_WORKER=str(number), IRDMAFS_WORKERS=str(workers))
-            return _watch(train, pushing, reducing, signals, say)
+            until_s = math.inf
+            while time.monotonic() < until_s:
+                if signals:
+                    return 128 + signals[-1]
+                codes = pushing.ended()
+                for number, code in enumerate(codes):
+                    if code:
+                        failed = f"worker {number} has failed with the exit code {code}"
+                        say(f"{failed}: all others are ended")
+                        return code
+                if any(code is not None for code in reducing.ended()):
+                    raise TrainError(f"a reducer has ended: {how_to_reduce(train)} shows why")
+                if None not in codes:
+                    # Nobody waits for the last pushes, but they are to count.
+                    until_s = min(until_s, time.monotonic() + _COUNTED_S)
+                    if not are_enough(train):
+                        return 0
+                time.sleep(_LOOK_S)
+            return 0
         finally:
             pushing.end(signals[-1] if signals else signal.SIGTERM, signals)
             reducing.end(signal.SIGTERM, signals)
-
-
-def _watch(
-    train: TrainDirectory,
-    pushing: _Processes,
-    reducing: _Processes,
-    signals: Sequence[int],
-    say: Callable[[str], None],
-) -> int:
-    """Return the exit code when it is time to end. Raises TrainError."""
-    until_s = float("inf")
-    while time.monotonic() < until_s:
-        if signals:
-            return 128 + signals[-1]
-        codes = pushing.ended()
-        failed = [(number, code) for number, code in enumerate(codes) if code]
-        if failed:
-            number, code = failed[0]
-            say(f"worker {number} has failed with the exit code {code}: all others are ended")
-            return code
-        if any(code is not None for code in reducing.ended()):
-            raise TrainError(f"a reducer has ended: {how_to_reduce(train)} shows why")
-        if None not in codes:
-            # Nobody waits for the last pushes, but they are to count.
-            if until_s == float("inf"):
-                until_s = time.monotonic() + _COUNTED_S
-            if not current(train)[1]:
-                return 0
-        time.sleep(_LOOK_S)
-    return 0

@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import itertools
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from functools import cached_property
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
 import msgspec
 
 from ..client._dtypes import DType, code_of, dtype_of_code
 from ..client._safetensors import Header
 from .arithmetic import CODES, SUFFIX
+
+T = TypeVar("T")
 
 # Cuts within a parameter are at multiples of this many elements.
 ALIGN = 64
@@ -158,6 +161,12 @@ def cut(parameters: Sequence[Parameter], names: Sequence[str], parts: int) -> tu
         shards.append(Shard(name, tuple(slices), at, str((number - 1) % parts)))
         before += at
     return tuple(shards)
+
+
+def in_turns(sequences: Iterable[Iterable[T]]) -> Iterator[T]:
+    """Return the first of each, then the second of each, and so on."""
+    for turn in itertools.zip_longest(*sequences):
+        yield from (one for one in turn if one is not None)
 
 
 class Run(NamedTuple):

@@ -63,10 +63,10 @@ _REMOVALS_MAX = 20
 # -- the files of a version --------------------------------------------------------------------------
 
 
-def assemble(train: TrainDirectory, layout: ModelLayout, number: int, version: Path) -> None:
+def assemble(train: TrainDirectory, number: int, version: Path) -> None:
     """Make the model's files of a version, which lies there, from its shards. Raises OSError."""
-    files = layout.files
-    shards = layout.shards
+    layout = train.layout
+    files, shards = layout.files, layout.shards
     if len(files) == len(shards) == 1:
         with contextlib.suppress(FileExistsError):
             os.link(params_of(version, shards[0]), version / files[0])
@@ -109,8 +109,9 @@ def _parse_index(path: Path) -> dict[str, Any]:
     return index
 
 
-def keep_files(train: TrainDirectory, layout: ModelLayout) -> list[str]:
+def keep_files(train: TrainDirectory) -> list[str]:
     """Copy other files of the models' directory for all versions; return their names. Raises OSError."""
+    layout = train.layout
     ours = {PLAN, *layout.parts, *map(shown, layout.indices)}
     kept = [
         path
@@ -214,7 +215,18 @@ def _make(
     names, parts = shard_names(train.path, shards, size)
     layout = ModelLayout(parameters, tuple(names), parts, indices)
     train.layout_path.write_bytes(msgspec.json.encode(layout))
-    _make_first_version(train, layout, config, {name: one for name, (_, one) in values.items()})
+    first = train.next / "0"
+    first.mkdir()
+    add_kept_files(train, keep_files(train), first)
+    for part in layout.parts:
+        make_part(first / part)
+    rule = make_rule(config.rule, config.options)
+    arrays = {name: array for name, (_, array) in values.items()}
+    for shard in layout.shards:
+        first_state(first / shard.part, shard, arrays, rule)
+    (first / PLAN).write_bytes(msgspec.json.encode(first_plan(config)))
+    assemble(train, 0, first)
+    os.rename(first, train.version(0))
     train.status.write_text(f"version   0\nwaits for a reducer: {how_to_reduce(train)}\n")
     train.config_path.write_text(config.toml())
     return layout
@@ -250,31 +262,14 @@ def _read_indices(models: Path, files: set[str]) -> dict[str, frozenset[str]]:
     return found
 
 
-def _make_first_version(
-    train: TrainDirectory, layout: ModelLayout, config: TrainConfig, values: dict[str, Array]
-) -> None:
-    target = train.next / "0"
-    target.mkdir()
-    add_kept_files(train, keep_files(train, layout), target)
-    for part in layout.parts:
-        make_part(target / part)
-    rule = make_rule(config.rule, config.options)
-    for shard in layout.shards:
-        first_state(target / shard.part, shard, values, rule)
-    plan = first_plan(config)
-    (target / PLAN).write_bytes(msgspec.json.encode(plan))
-    assemble(train, layout, 0, target)
-    os.rename(target, train.version(0))
-
-
 def end(directory: StrPath) -> int:
     """Stop training in a directory: its models become files again, of the newest version; return its
     number. Reducers and workers should have ended. Raises TrainError and OSError, also if the models are
     files again and something else of the training could not be removed."""
     train = TrainDirectory(directory)
-    layout, newest = train.layout(), train.newest_plan().version
+    layout, newest = train.layout, train.newest_plan().version
     version = train.version(newest)
-    assemble(train, layout, newest, version)
+    assemble(train, newest, version)
     for name in (*layout.files, *layout.indices):
         path = train.models / name
         kept = path.with_name(f".{name}.{os.getpid()}")

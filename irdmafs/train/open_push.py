@@ -8,15 +8,14 @@ import threading
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import AbstractContextManager
-from functools import partial
 from pathlib import Path
 
 from ..client import _files
 from ..client._dtypes import Array
 from ..client._safetensors import encode
-from .directory import TrainDirectory, discard, make_home, move
+from .directory import TrainDirectory, move
 from .errors import Refused, invalid
-from .layout import ModelLayout, Shard
+from .layout import Shard
 from .plan import Push
 from .pushes import STEP, arrays_of, check_finite, name_in_shards, slices_of
 from .trees import Directories, Directory
@@ -31,7 +30,7 @@ class Staging:
     def __init__(self, train: TrainDirectory, worker: str) -> None:
         """Make the directory, and remove those of workers that had the name before. Raises OSError."""
         self.train = train
-        self.path = make_home(train.staging, worker, partial(discard, train))
+        self.path = train.make_home(worker, is_part=False)
         self._directories = Directories()
 
     def begin(self, name: str, counted: Path | None) -> tuple[Path, Directory]:
@@ -51,7 +50,7 @@ class Staging:
     def remove(self) -> None:
         """Remove the directory. Raises OSError."""
         self._directories.close()
-        discard(self.train, self.path)
+        self.train.discard(self.path)
 
 
 class OpenPush:
@@ -63,7 +62,6 @@ class OpenPush:
 
     def __init__(
         self,
-        layout: ModelLayout,
         shards: Sequence[Shard],
         staging: Staging,
         push: Push,
@@ -77,7 +75,6 @@ class OpenPush:
         `counted`: as for Staging.begin; `finite`: NaN and infinity are refused. `publish`: gives the push
         its name, by the path of its directory in staging/, the weight and the learning rate, and returns
         its step. `noting`: a context that is told why the push is refused. Raises OSError."""
-        self._layout = layout
         self._shards = shards
         self._staging = staging
         self._metadata = {STEP: str(push.step)}
@@ -99,7 +96,7 @@ class OpenPush:
 
     def put(self, name: str, gradient: object) -> None:
         """Add a gradient, or replace the one of that name. Raises Refused if it does not fit."""
-        value = arrays_of(self._layout, {name: gradient})[name]
+        value = arrays_of(self._staging.train.layout, {name: gradient})[name]
         with self._lock:
             self._values[name] = value
             for shard in self._holders.get(name, ()):
@@ -147,7 +144,7 @@ class OpenPush:
         """Drop the push. If its files cannot be removed, the next worker of the name removes them."""
         self._threads.shutdown(cancel_futures=True)
         with contextlib.suppress(OSError):
-            discard(self._staging.train, self._path)
+            self._staging.train.discard(self._path)
 
     def _begin_writing(self, shard: Shard) -> None:
         slices = slices_of(shard, self._values)
@@ -159,7 +156,7 @@ class OpenPush:
             check_finite(slices)
         contents = list(encode(slices, self._metadata))
         try:
-            name = os.fspath(self._directory.file(shard.name))
+            name = os.fspath(self._directory.path / shard.name)
             os.close(_files.write_version(name, contents, self._directory.view))
         except OSError as error:
             error.filename = self._staging.train.shown(os.fspath(self._path / shard.name))

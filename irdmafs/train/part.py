@@ -10,7 +10,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator
 from functools import partial
 from pathlib import Path
 from typing import NamedTuple
@@ -23,16 +23,14 @@ from .directory import (
     PARAMS,
     STATE,
     TrainDirectory,
-    make_home,
     make_part,
     move,
     owner_of,
-    put_aside,
     read_small,
     replace,
 )
 from .errors import BadPush, Refused, TrainError
-from .layout import ModelLayout, Shard
+from .layout import Shard
 from .plan import Plan, Push, next_plan
 from .pushes import STEP, check_shard, push_in_shards
 from .reduction import PartFolders, Reduction
@@ -68,9 +66,8 @@ class Foreseen(NamedTuple):
 class Staged:
     """The pushes of the next version that are in staging/ or push/ already."""
 
-    def __init__(self, train: TrainDirectory, layout: ModelLayout, trees: Trees) -> None:
+    def __init__(self, train: TrainDirectory, trees: Trees) -> None:
         self._train = train
-        self._header_max_bytes = layout.header_max_bytes
         self._trees = trees
         self._newest = -1
         # The pushes and workers from which no plan could be foreseen last.
@@ -136,7 +133,8 @@ class Staged:
             return None
         try:
             directory = self._directories.get(push.folder.ino, push.path)
-            file = ShardFile(shard.name, directory, header_max_bytes=self._header_max_bytes)
+            most = self._train.layout.header_max_bytes
+            file = ShardFile(shard.name, directory, header_max_bytes=most)
             if file.seen.ino == before.ino and file.header.metadata.get(STEP) == str(step):
                 check_shard(shard, file.header, cut=True)
                 return file, before
@@ -154,7 +152,7 @@ class Staged:
 
     def open_published(self, shard: Shard, name: str) -> ShardFile:
         """Return the file with a shard of a push by its name. Raises Refused, FormatError and OSError."""
-        path, most = self._train.push / name, self._header_max_bytes
+        path, most = self._train.push / name, self._train.layout.header_max_bytes
         try:
             directory = Directory(path)
         except NotADirectoryError:
@@ -174,17 +172,14 @@ class Staged:
 class Part:
     """Makes the shards of a part in a directory of its own in ahead/, where only this object writes."""
 
-    def __init__(
-        self, train: TrainDirectory, layout: ModelLayout, name: str, blocks: Blocks, staged: Staged
-    ) -> None:
+    def __init__(self, train: TrainDirectory, name: str, blocks: Blocks, staged: Staged) -> None:
         """Make the directory, and put aside those of reducers that had the part before. Raises OSError."""
         self._train = train
-        self._layout = layout
         self._name = name
-        self._shards = layout.parts[name]
+        self._shards = train.layout.parts[name]
         self._blocks = blocks
         self._staged = staged
-        self._home = make_home(train.ahead, name, partial(put_aside, train))
+        self._home = train.make_home(name, is_part=True)
         self._directories = Directories()
         # The version whose directory is there, its directories, and its shards.
         self._version: int | None = None
@@ -198,7 +193,7 @@ class Part:
         # The last: where a version is being made, and the push.
         self._complaint: tuple[Path, str] | None = None
 
-    def foresee(self, config: TrainConfig, plan: Plan) -> bool:
+    def foresee(self, plan: Plan) -> bool:
         """Make the next shard for which all pushes of a foreseen plan are there; return whether there was
         one. Raises OSError."""
         # Make the directories first: there is time for it while the first pushes are on their way.
@@ -210,7 +205,7 @@ class Part:
             if foreseen is None:
                 continue
             with contextlib.suppress(FileNotFoundError, FormatError, BadPush):
-                reduction = self._reduction(config, shard, plan, foreseen.files.__getitem__)
+                reduction = self._reduction(shard, plan, foreseen.files.__getitem__)
                 reduction.write(folders)
                 self._made[shard.name] = foreseen
                 self._staged.used(foreseen)
@@ -218,11 +213,11 @@ class Part:
             return False
         return False
 
-    def make(self, config: TrainConfig, target: Path, plan: Plan) -> bool:
+    def make(self, target: Path, plan: Plan) -> bool:
         """Make the shards of a plan that are not made yet, and publish all of them; return whether
         something was done. Raises OSError."""
         try:
-            if not self._finish(config, target, plan):
+            if not self._finish(target, plan):
                 return False
             # If it fails it may have been done all the same: write nothing into them any more.
             self._folders = None
@@ -239,14 +234,21 @@ class Part:
         self._version = self._begun = None
         return True
 
-    def _finish(self, config: TrainConfig, target: Path, plan: Plan) -> bool:
+    def _finish(self, target: Path, plan: Plan) -> bool:
         """Make the shards that are not made yet; return False if norms of other parts are awaited. Raises
         FileNotFoundError, FormatError and BadPush."""
         folders = self._open_folders(plan.version)
         missing = self._missing(plan)
         if not missing:
             return True
-        reductions = self._reductions(config, missing, target, plan)
+        if self._begun is None or self._begun[0] != target:
+            open_push = self._staged.open_published
+            begun = {
+                shard.name: self._reduction(shard, plan, partial(open_push, shard))
+                for shard in missing
+            }
+            self._begun = (target, begun)
+        reductions = self._begun[1]
         norms: list[float] = []
         if plan.clip_norm:
             own = target / f"{NORM}{self._name}"
@@ -276,28 +278,16 @@ class Part:
 
         return [shard for shard in self._shards if not is_made(shard)]
 
-    def _reductions(
-        self, config: TrainConfig, shards: Sequence[Shard], target: Path, plan: Plan
-    ) -> dict[str, Reduction]:
-        if self._begun is None or self._begun[0] != target:
-            found = {}
-            for shard in shards:
-                open_push = partial(self._staged.open_published, shard)
-                found[shard.name] = self._reduction(config, shard, plan, open_push)
-            self._begun = (target, found)
-        return self._begun[1]
-
     def _reduction(
-        self, config: TrainConfig, shard: Shard, plan: Plan, open_push: Callable[[str], ShardFile]
+        self, shard: Shard, plan: Plan, open_push: Callable[[str], ShardFile]
     ) -> Reduction:
-        before, nonfinite = self._open_before(plan), config.nonfinite
-        return Reduction(shard, plan, self._blocks, before, open_push, nonfinite=nonfinite)
+        return Reduction(shard, plan, self._blocks, self._open_before(plan), open_push)
 
     def _all_norms(self, target: Path) -> list[float] | None:
         """Return the square of the norm over all shards, for each update in their order; None if other
         parts have not said theirs yet."""
         found: dict[str, list[float]] = {}
-        for name, shards in self._layout.parts.items():
+        for name, shards in self._train.layout.parts.items():
             try:
                 lines = read_small(target / f"{NORM}{name}").decode().split("\n")
                 found |= {
@@ -306,7 +296,7 @@ class Part:
                 }
             except (FileNotFoundError, ValueError, TrainError):
                 return None
-        in_order = [found[shard.name] for shard in self._layout.shards]
+        in_order = [found[shard.name] for shard in self._train.layout.shards]
         return [sum(norms) for norms in zip(*in_order, strict=True)]
 
     def _open_before(self, plan: Plan) -> PartFolders:
@@ -331,7 +321,7 @@ class Part:
             return self._folders
         if self._version != version:
             if self._version is not None:
-                put_aside(self._train, self._home / str(self._version))
+                self._train.put_aside(self._home / str(self._version))
             self._version, self._folders = version, None
             self._made.clear()
         path = self._home / str(version)

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from ..client._files import look_up
+from .layout import in_turns
 
 _NODES = "user.irdmafs.nodes"
 # Names that are tried: a node that is one of 25 is primary of none of them once in 200 times.
@@ -36,10 +37,7 @@ def choose(names: Mapping[str, str], shards: int) -> list[str]:
     left: dict[str, list[str]] = {}
     for name, node in names.items():
         left.setdefault(node, []).append(name)
-    chosen: list[str] = []
-    for turn in range(len(names)):
-        chosen += [left[node][turn] for node in sorted(left) if turn < len(left[node])]
-    return chosen[:shards]
+    return [*in_turns(left[node] for node in sorted(left))][:shards]
 
 
 def shard_names(directory: Path, shards: int | None, size: int) -> tuple[list[str], int]:
@@ -65,16 +63,11 @@ def shard_names(directory: Path, shards: int | None, size: int) -> tuple[list[st
     return choose(names, shards), min(shards, nodes_there)
 
 
-def is_here(path: Path) -> bool | None:
-    """Return whether the primary of a file's first stripe is on this host; None if that is not known."""
+def host_of(path: Path) -> str | None:
+    """Return the address of the host with the primary of a file's first stripe: "" if it is this host, None
+    if that is not known."""
     nodes = _nodes_of(path)
-    return bool(nodes[0]["here"]) if nodes else None
-
-
-def host_of(path: Path) -> str:
-    """Return the address of the host with the primary of a file's first stripe; "" if it is not known."""
-    nodes = _nodes_of(path)
-    return str(nodes[0]["host"]) if nodes else ""
+    return None if not nodes else "" if nodes[0]["here"] else str(nodes[0]["host"])
 
 
 def _nodes_of(path: Path) -> list[dict[str, Any]] | None:

@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 import msgspec
 
-from .config import TrainConfig
+from .config import Nonfinite, TrainConfig
 from .rules import RULES
 
 
@@ -47,7 +47,7 @@ class Plan(msgspec.Struct, frozen=True):
     """The contents of version.json: all that a version is made from, but the pushes' contents and the
     version before. `clocks`: the last step of each worker that counted, in this version or before. `apart`:
     each push is an update of its own, in the order of `pushes`; else they are one together. `updates`: how
-    many have made this version and those before."""
+    many have made this version and those before. `nonfinite`: as in the configuration."""
 
     version: int
     pushes: tuple[PushInPlan, ...]
@@ -58,6 +58,7 @@ class Plan(msgspec.Struct, frozen=True):
     clip_norm: float
     apart: bool = False
     updates: int = 0
+    nonfinite: Nonfinite = "refuse"
 
     def each_update(self) -> list[Update]:
         """Return the updates that make this version, in their order."""
@@ -70,7 +71,8 @@ class Plan(msgspec.Struct, frozen=True):
 def first_plan(config: TrainConfig) -> Plan:
     """Return the plan of version 0, which no push is in."""
     lr, options = config.learning_rate, dict(config.options)
-    return Plan(0, (), {}, config.rule, options, lr, config.clip_norm)
+    clip, nonfinite = config.clip_norm, config.nonfinite
+    return Plan(0, (), {}, config.rule, options, lr, clip, nonfinite=nonfinite)
 
 
 def pending(pushes: Iterable[Push], clocks: Mapping[str, int]) -> list[Push]:

@@ -137,12 +137,7 @@ def _push_in_file(name: str, metadata: Mapping[str, str]) -> Push:
 
 
 def inspect(
-    train: TrainDirectory,
-    layout: ModelLayout,
-    name: str,
-    folder: Folder | None = None,
-    *,
-    finite: bool = False,
+    train: TrainDirectory, name: str, folder: Folder | None = None, *, finite: bool = False
 ) -> Push | None:
     """Return the push that a name in push/ leads to; None if it leads to none, or to none that is whole.
     `folder`: what is known to be below it. `finite`: as in read_file(); the files of a push in shards are
@@ -152,11 +147,11 @@ def inspect(
     path = train.push / name
     try:
         if folder is not None or stat.S_ISDIR(_check_kind(path).st_mode):
-            return _inspect_shards(layout, path, folder)
+            return _inspect_shards(train.layout, path, folder)
         with _files.open_to_read(os.fspath(path), os.O_NOFOLLOW) as (fd, status):
             if status.st_size == 0 or _files.read_version(fd) == 0:
                 return None
-            return read_file(layout, name, fd, finite=finite)
+            return read_file(train.layout, name, fd, finite=finite)
     except FileNotFoundError:
         return None
     except PermissionError as error:

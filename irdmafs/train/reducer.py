@@ -24,7 +24,7 @@ from .directory import COORDINATOR, LOOK_S, PLAN, TrainDirectory, params_of
 from .errors import TrainError
 from .liveness import Lock
 from .part import Part, Staged
-from .placement import is_here
+from .placement import host_of
 from .plan import Plan, is_foreseen
 from .trees import Folder, Trees
 
@@ -55,9 +55,9 @@ class Reducer(Closing):
         """Raises TrainError."""
         self.train = TrainDirectory(directory, keeps_open=True)
         with self.train.naming():
-            self.layout = self.train.layout()
+            self.layout = self.train.layout
         self._trees = Trees()
-        self._staged = Staged(self.train, self.layout, self._trees)
+        self._staged = Staged(self.train, self._trees)
         self._blocks = Blocks(threads or len(os.sched_getaffinity(0)))
         # The locks of parts that are held here, and those of others, kept open as opening them costs more.
         self._locks: dict[str, Lock] = {}
@@ -117,9 +117,9 @@ class Reducer(Closing):
         self.train.reopen()
         self._trees.close()
         self._trees = Trees()
-        self._staged = Staged(self.train, self.layout, self._trees)
+        self._staged = Staged(self.train, self._trees)
         with contextlib.suppress(OSError), self.train.naming():
-            if self.train.layout() != self.layout:
+            if self.train.layout != self.layout:
                 raise TrainError(f"another training has begun in {self.train.models}")
 
     def _wait(self, stopped: Callable[[], bool]) -> None:
@@ -140,14 +140,14 @@ class Reducer(Closing):
         if found.made is not None:
             target, plan = found.made
             for name in sorted(self._parts.keys() - below.folder(target.name).folders.keys()):
-                did = self._parts[name].make(found.config, target, plan) or did
+                did = self._parts[name].make(target, plan) or did
             if did:
                 self._trees.look_again(self.train.next)
         elif self._parts and is_foreseen(found.config):
             foreseen = self._staged.plan(found.config, found.newest)
             if foreseen is not None:
                 for part in self._parts.values():
-                    did = part.foresee(found.config, foreseen) or did
+                    did = part.foresee(foreseen) or did
         return did or took
 
     def _look(self, below: Folder) -> _Found:
@@ -212,9 +212,9 @@ class Reducer(Closing):
                 self._locks[name] = self._of_others.pop(name)
                 took = True
         for name in self.layout.parts.keys() & (self._locks.keys() - self._parts.keys()):
-            self._parts[name] = Part(self.train, self.layout, name, self._blocks, self._staged)
+            self._parts[name] = Part(self.train, name, self._blocks, self._staged)
         if self._coordinator is None and COORDINATOR in self._locks:
-            self._coordinator = Coordinator(self.train, self.layout, self._trees)
+            self._coordinator = Coordinator(self.train, self._trees)
         return took
 
     def _leave_parts(self) -> None:
@@ -230,4 +230,4 @@ class Reducer(Closing):
         if name == COORDINATOR or now_s > self._begun_s + _LEAVE_S:
             return True
         version = self.train.version(self.train.newest())
-        return is_here(params_of(version, self.layout.parts[name][0])) is not False
+        return not host_of(params_of(version, self.layout.parts[name][0]))

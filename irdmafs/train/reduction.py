@@ -27,7 +27,6 @@ from .arithmetic import (
     square_sum,
     to_float32,
 )
-from .config import Nonfinite
 from .directory import PARAMS, STATE, VERSION
 from .errors import BadPush, Refused
 from .layout import Run, Shard, runs_of
@@ -91,16 +90,12 @@ class Reduction:
         blocks: Blocks,
         before: PartFolders,
         open_push: Callable[[str], ShardFile],
-        *,
-        nonfinite: Nonfinite,
     ) -> None:
         """`before`: of the part in the version before. `open_push`: returns the checked file with the shard
-        of the push that has a name; raises Refused, FormatError and OSError. `nonfinite`: a push with NaN
-        or infinity is bad: if it is "skip" it is found here, if it is "refuse" by write(). Raises
-        FileNotFoundError for a push that is gone, and BadPush for a bad one and for one that does not fit
-        the parameters."""
+        of the push that has a name; raises Refused, FormatError and OSError. A push with NaN or infinity is
+        bad: if the plan skips it, it is found here, if it refuses it, by write(). Raises FileNotFoundError
+        for a push that is gone, and BadPush for a bad one and for one that does not fit the parameters."""
         self._open_push = open_push
-        self._nonfinite = nonfinite
         self._shard = shard
         self._plan = plan
         self._blocks = blocks
@@ -135,7 +130,7 @@ class Reduction:
                 raise BadPush(counted.path, f"shard {self._shard.name}: {error.defect}") from None
             except Refused as error:
                 raise BadPush(counted.path, str(error)) from None
-            if self._nonfinite == "skip" and has_nonfinite(file):
+            if self._plan.nonfinite == "skip" and has_nonfinite(file):
                 raise BadPush(counted.path, "it has NaN or infinity: skipped")
             for run in runs_of(self._shard, file.header):
                 yield _Term(counted.path, file, run, counted.weight, _scales(file, run))
@@ -182,8 +177,8 @@ class Reduction:
                 if not terms:
                     continue
                 gradient = self._gradient(terms, first, last)
-                if self._nonfinite == "refuse" and not _is_surely_finite(gradient):
-                    _check_finite(terms, first, last - first)
+                if self._plan.nonfinite == "refuse":
+                    _check_finite(gradient, terms, first)
                 if scale != 1:
                     gradient = gradient * np.float32(scale)
                 self.rule.apply(update.number, update.lr, gradient, master, state)
@@ -231,16 +226,14 @@ def _combine(terms: Sequence[_Term], first: int, out: F32) -> F32:
     return out
 
 
-def _is_surely_finite(elements: F32) -> bool:
-    """Return False if there is NaN or infinity, or large numbers may have made their sum infinite."""
+def _check_finite(combined: F32, terms: Sequence[_Term], first: int) -> None:
+    """Raises BadPush for one with NaN or infinity among the elements that were combined."""
     with np.errstate(all="ignore"):
-        return bool(np.isfinite(np.add.reduce(elements)))
-
-
-def _check_finite(terms: Sequence[_Term], first: int, count: int) -> None:
-    """Raises BadPush for one with NaN or infinity among these elements."""
+        if np.isfinite(np.add.reduce(combined)):
+            return
+    # Large numbers may have made the sum infinite.
     for term in terms:
-        if bad := count_nonfinite(term.elements(first, count)):
+        if bad := count_nonfinite(term.elements(first, len(combined))):
             raise BadPush(term.path, f"it has {bad} elements that are NaN or infinite")
 
 
@@ -265,7 +258,7 @@ class _ShardFiles:
             heads[folders.state] = head_of(state, said)
         elif shard.name in folders.kept:
             # The files are written anew, and the rule that wrote them had a state.
-            folders.state.file(shard.name).unlink(missing_ok=True)
+            (folders.state.path / shard.name).unlink(missing_ok=True)
         with contextlib.ExitStack() as stack:
             for folder, head in heads.items():
                 file = NewFile(folder, shard.name, head)

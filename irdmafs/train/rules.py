@@ -31,6 +31,15 @@ class Rule(ABC):
 
     combine: ClassVar[Literal["mean", "sum"]] = "mean"
     default_lr: ClassVar[float | None] = None
+    # The options that must not be negative, and what each is below.
+    limits: ClassVar[tuple[tuple[str, float], ...]] = ()
+
+    def __post_init__(self) -> None:
+        for name, below in self.limits:
+            value = getattr(self, name)
+            if not 0 <= value < below:
+                upper = "" if below == math.inf else f", below {below:g}"
+                raise ValueError(f"{name} is 0 or more{upper}, not {value:g}")
 
     @property
     def state(self) -> tuple[str, ...]:
@@ -79,12 +88,6 @@ def _with_decay(grad: F32, decay: float, param: F32) -> F32:
     return np.add(grad, decayed, out=decayed)
 
 
-def _check_range(name: str, value: float, below: float = math.inf) -> None:
-    if not 0 <= value < below:
-        upper = "" if below == math.inf else f", below {below:g}"
-        raise ValueError(f"{name} is 0 or more{upper}, not {value:g}")
-
-
 @dataclass(frozen=True)
 class Sum(Rule):
     """p += lr * g, where g is the sum of pushes that are changes to the parameters."""
@@ -109,14 +112,14 @@ class Sgd(Rule):
     """Stochastic gradient descent with momentum, as torch.optim.SGD does it."""
 
     default_lr = 1e-3
+    limits = (("momentum", math.inf), ("weight_decay", math.inf))
     momentum: float = 0.0
     dampening: float = 0.0
     nesterov: bool = False
     weight_decay: float = 0.0
 
     def __post_init__(self) -> None:
-        _check_range("momentum", self.momentum)
-        _check_range("weight_decay", self.weight_decay)
+        super().__post_init__()
         if self.nesterov and (self.momentum == 0 or self.dampening != 0):
             raise ValueError("nesterov needs a momentum, and a dampening of 0")
 
@@ -157,16 +160,11 @@ class Adam(Rule):
     """Adam (Kingma and Ba 2015), as torch.optim.Adam does it; weight_decay is added to the gradient."""
 
     default_lr = 1e-3
+    limits = (("beta1", 1), ("beta2", 1), ("eps", math.inf), ("weight_decay", math.inf))
     beta1: float = 0.9
     beta2: float = 0.999
     eps: float = 1e-8
     weight_decay: float = 0.0
-
-    def __post_init__(self) -> None:
-        _check_range("beta1", self.beta1, 1)
-        _check_range("beta2", self.beta2, 1)
-        _check_range("eps", self.eps)
-        _check_range("weight_decay", self.weight_decay)
 
     @property
     def state(self) -> tuple[str, ...]:
@@ -217,10 +215,8 @@ class Easgd(Rule):
     made of one worker's push (async), it has to be alpha itself.
     """
 
+    limits = (("beta", math.inf),)
     beta: float = 0.9
-
-    def __post_init__(self) -> None:
-        _check_range("beta", self.beta)
 
     def _update(self, update: int, lr: float, grad: F32, param: F32, state: State) -> None:
         _move_towards(param, grad, self.beta)
@@ -230,10 +226,8 @@ class Easgd(Rule):
 class Ema(Rule):
     """p = decay * p + (1 - decay) * g: an exponential moving average of pushes that are parameters."""
 
+    limits = (("decay", 1),)
     decay: float = 0.999
-
-    def __post_init__(self) -> None:
-        _check_range("decay", self.decay, 1)
 
     def _update(self, update: int, lr: float, grad: F32, param: F32, state: State) -> None:
         _move_towards(param, grad, 1 - self.decay)

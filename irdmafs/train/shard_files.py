@@ -49,9 +49,9 @@ class ShardFile:
         FormatError, also for a longer header. No link is followed: it may lead to what is the owner's."""
         view = None if shown or directory is None else directory.view
         name = os.path.join((view or directory.path) if directory is not None else "", path)
-        open_file = _files.open_privately if view is None and not shown else _files.open_to_read
+        privately = view is None and not shown
         self.shown = shown
-        with open_file(name, os.O_NOFOLLOW) as (fd, status):
+        with _files.open_to_read(name, os.O_NOFOLLOW, privately=privately) as (fd, status):
             self.seen = seen(status)
             self.header = read_header(name, fd, status.st_size, header_max_bytes)
             if version is not None and self.header.metadata.get(VERSION) != str(version):
@@ -143,8 +143,8 @@ class NewFile:
 
     def __init__(self, directory: Directory, name: str, head: Head) -> None:
         """Make the file, or write it anew. Nobody else writes in the directory. Raises OSError."""
-        path = os.fspath(directory.file(name))
-        self._fd = _files.open_anew(path, os.O_WRONLY, directory.view)
+        path = os.fspath(directory.path / name)
+        self._fd = _files.open_anew(path, directory.view)
         self._head = head
         try:
             write_at(self._fd, head.text, 0)
@@ -189,7 +189,6 @@ class Prefetch:
     def __init__(
         self,
         train: TrainDirectory,
-        layout: ModelLayout,
         version: int,
         directories: Directories,
         out: Mapping[str, Any] | None,
@@ -200,8 +199,7 @@ class Prefetch:
         is copied into once it is here; the version may get another yet. `shown`: as in ShardFile."""
         self.out = out
         self._version = version
-        self._train = train
-        self._layout = layout
+        self._train, self._layout = train, train.layout
         self._directories = directories
         self._shown = shown
         self._fetches: dict[str, _Fetch] = {}

@@ -8,16 +8,16 @@ import logging
 import os
 import shlex
 import time
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator
 from pathlib import Path
 
 import msgspec
 
 from .config import TrainConfig
-from .directory import COMPLAINT, COORDINATOR, TrainDirectory, discard, read_small, replace
+from .directory import COMPLAINT, COORDINATOR, TrainDirectory, read_small, replace
 from .errors import BadPush, Refused, TrainError
 from .liveness import is_locked, locked_in
-from .plan import Plan, Push, is_wanted, pending
+from .plan import Plan, Push, is_wanted, next_plan, pending
 from .pushes import push_by_name, worker_of
 from .trees import Directory, look
 
@@ -64,11 +64,11 @@ def note_refusal(
     with contextlib.suppress(OSError):
         folder = Directory(train.path / "refused")
         new = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
-        with open(os.open(folder.file(name), new, 0o644), "wb") as file:
+        with open(os.open(folder.path / name, new, 0o644), "wb") as file:
             file.write(msgspec.json.encode(refusal))
         for old in sorted(os.listdir(folder.path))[:-_KEPT]:
             with contextlib.suppress(OSError):
-                folder.file(old).unlink()
+                (folder.path / old).unlink()
     return name
 
 
@@ -91,11 +91,6 @@ def _read(train: TrainDirectory, files: Iterable[str]) -> list[Refusal]:
         with contextlib.suppress(OSError, TrainError, msgspec.MsgspecError):
             found.append(msgspec.json.decode(read_small(train.refused / name), type=Refusal))
     return found
-
-
-def _newest_refusals(train: TrainDirectory) -> list[Refusal]:
-    """Return the newest refusals, oldest first."""
-    return _read(train, refusals(train)[-_SHOWN:])
 
 
 def complain(target: Path, shard: str, bad: BadPush) -> None:
@@ -122,13 +117,14 @@ def text_of(
     train: TrainDirectory,
     config: TrainConfig,
     newest: Plan,
-    waiting: Collection[Push],
-    awaited: Sequence[str],
+    pushes: Iterable[Push],
     members: Collection[str],
     *more: str,
 ) -> str:
-    """Return how far a training is by the newest version and the pushes that are pending. `awaited`: who is
-    waited for; `members`: who takes part; `more`: lines with more about the version."""
+    """Return how far a training is by the newest version and the pushes that are there. `members`: who
+    takes part; `more`: lines with more about the version."""
+    waiting = pending(pushes, newest.clocks)
+    _, awaited = is_wanted(config, waiting, members)
     pushed = {push.worker: push.step for push in waiting}
     workers = sorted({*newest.clocks, *members})
     strangers = sorted(pushed.keys() - {*workers})
@@ -149,7 +145,7 @@ def text_of(
         )
     if len(strangers) > _STRANGERS_MAX:
         lines.append(f"and {len(strangers) - _STRANGERS_MAX} more")
-    refused = _newest_refusals(train)
+    refused = _read(train, refusals(train)[-_SHOWN:])
     if refused:
         lines += ["", "refused:"]
         for one in refused:
@@ -173,39 +169,38 @@ def no_reducer(train: TrainDirectory) -> str:
     return f"no reducer is at work: {how_to_reduce(train)}"
 
 
-def current(train: TrainDirectory, *more: str) -> tuple[str, bool]:
-    """Return how far a training is now, by its files and locks, and whether there are pushes enough for the
-    next version. No coordinator has to be at work. `more`: as in text_of(). Raises TrainError, OSError."""
+def _now(train: TrainDirectory) -> tuple[TrainConfig, Plan, list[Push], list[str]]:
+    """Return the configuration, the newest plan, the pushes and who takes part, by files and locks: no
+    coordinator has to be at work. Raises TrainError and OSError."""
     config, newest = train.config(), train.newest_plan()
     members = locked_in(train.workers)
-    refused = {one.path for one in _newest_refusals(train)}
+    refused = {one.path for one in _read(train, refusals(train)[-_SHOWN:])}
     pushes = []
     for name in os.listdir(train.push):
         push = push_by_name(name)
         if push is not None and one_line(name) not in refused:
             step = push.step or newest.clocks.get(push.worker, 0) + 1
             pushes.append(push._replace(step=step))
-    waiting = pending(pushes, newest.clocks)
-    enough, awaited = is_wanted(config, waiting, members)
-    return text_of(train, config, newest, waiting, awaited, members, *more), enough
+    return config, newest, pushes, members
+
+
+def are_enough(train: TrainDirectory) -> bool:
+    """Return whether there are pushes enough for the next version. Raises TrainError and OSError."""
+    return next_plan(*_now(train)) is not None
 
 
 def report(train: TrainDirectory) -> str:
     """Return what `irdmafs train status` prints: what is true now. Raises TrainError and OSError."""
-    return current(train, f"reducers  {_holders(train)}")[0]
-
-
-def _holders(train: TrainDirectory) -> str:
-    """Return which reducer has which part of the work."""
     parts: dict[str, list[str]] = {}
-    for name in (COORDINATOR, *train.layout().parts):
+    for name in (COORDINATOR, *train.layout.parts):
         path = train.reducers / name
         holder = "nobody"
         if is_locked(path):
             with contextlib.suppress(OSError, TrainError):
                 holder = one_line(read_small(path).decode(errors="replace").strip())
         parts.setdefault(holder, []).append(name)
-    return "; ".join(f"{holder}: {', '.join(names)}" for holder, names in parts.items())
+    holders = "; ".join(f"{holder}: {', '.join(names)}" for holder, names in parts.items())
+    return text_of(train, *_now(train), f"reducers  {holders}")
 
 
 # -- a worker that waits -----------------------------------------------------------------------------
@@ -259,7 +254,7 @@ class Watch:
                         # The configuration that refused the push was changed since.
                         continue
                     self._last = ""
-                    discard(self._train, self._train.push / refusal.path)
+                    self._train.discard(self._train.push / refusal.path)
                 raise Refused(refusal.code, f"{refusal.path}: {refusal.reason}")
         if not self._last or (self._train.push / self._last).exists():
             return

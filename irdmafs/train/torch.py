@@ -32,26 +32,18 @@ __all__ = ["DiLoCo", "ParameterServerOptimizer"]
 class _Member(Closing):
     """A worker whose newest version is in a model's parameters, as a context manager."""
 
+    _timeout_s: float | None
+
     @contextlib.contextmanager
-    def _joined(
-        self,
-        tensors: Mapping[str, Any],
-        directory: str | os.PathLike[str],
-        name: str | None,
-        weight: float,
-        timeout_s: float | None,
-    ) -> Iterator[None]:
+    def _joined(self, worker: Worker, tensors: Mapping[str, Any]) -> Iterator[None]:
         """Take part, and get the values; no longer if the block raises. Raises TrainError and OSError."""
-        self._tensors = tensors
-        self._weight = weight
-        self._timeout_s = timeout_s
-        self._worker = Worker(directory, name)
+        self._worker, self._tensors = worker, tensors
         try:
-            _check_shapes(self._worker, tensors)
-            self._worker.pull_since(0, out=tensors)
+            _check_shapes(worker, tensors)
+            worker.pull_since(0, out=tensors)
             yield
         except BaseException:
-            self._worker.close()
+            worker.close()
             raise
 
     @property
@@ -108,7 +100,8 @@ class ParameterServerOptimizer(_Member, torch.optim.Optimizer):
         if not all(isinstance(one, tuple) for one in named):
             raise ValueError("parameters need names: give model.named_parameters()")
         tensors = dict(named)
-        with self._joined(tensors, directory, name, weight, timeout_s):
+        self._weight, self._timeout_s = weight, timeout_s
+        with self._joined(Worker(directory, name), tensors):
             super().__init__(list(tensors.values()), {"lr": self._worker.config.learning_rate})
             self._early = _EarlyPush(self._worker, tensors) if overlap else None
             self._later = _LaterPull(self._worker, tensors, timeout_s) if delayed else None
@@ -271,8 +264,8 @@ class DiLoCo(_Member):
         Raises TrainError, also for a directory without sync local:H, ValueError and OSError.
         """
         tensors = _parameters_of(inner)
-        self.inner = inner
-        with self._joined(tensors, directory, name, weight, timeout_s):
+        self.inner, self._weight, self._timeout_s = inner, weight, timeout_s
+        with self._joined(Worker(directory, name), tensors):
             kind, self.every = self._worker.config.synchronization
             if kind != "local":
                 raise TrainError(f"{self._worker.train.config_path} has no sync local:H")

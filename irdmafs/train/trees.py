@@ -88,9 +88,6 @@ class Directory:
         """Return a path of this directory, wherever it is."""
         return Path(f"/proc/self/fd/{self.fd}")
 
-    def file(self, name: str) -> Path:
-        return self.path / name
-
     @property
     def view(self) -> Path | None:
         """Return a path of its private view (docs/mount.md), in which this process opens files as its mount

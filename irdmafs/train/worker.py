@@ -10,7 +10,6 @@ import time
 import zlib
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from itertools import zip_longest
 from pathlib import Path
 from typing import Any, TypeAlias
 
@@ -18,10 +17,10 @@ from ..client._files import Closing
 from .config import is_worker_name
 from .directory import LOOK_S, TrainDirectory, params_of, remove
 from .errors import Refused, TrainError
-from .layout import Shard
+from .layout import Shard, in_turns
 from .liveness import Lock, is_locked
 from .open_push import OpenPush, Staging
-from .placement import is_here
+from .placement import host_of
 from .plan import Plan, Push, is_foreseen, may_pull
 from .pushes import arrays_of, check_turn, inspect, name_in_shards
 from .shard_files import Prefetch, ShardFile, copy_shard, gather, in_parallel
@@ -47,7 +46,7 @@ class Worker(Closing):
 
     def _begin(self, name: str | None) -> None:
         self.config = self.train.config()
-        self.layout = self.train.layout()
+        self.layout = self.train.layout
         host = re.sub(r"[^A-Za-z0-9_.-]", "-", os.uname().nodename)
         self.name = name or f"{host}-{os.getpid()}"
         if not is_worker_name(self.name):
@@ -74,11 +73,10 @@ class Worker(Closing):
         stays on this host comes last, as it needs no link."""
         version = self.train.version(self.train.newest())
         parts = list(self.layout.parts.values())
-        here = [is_here(params_of(version, shards[0])) is True for shards in parts]
+        here = [host_of(params_of(version, shards[0])) == "" for shards in parts]
         first = here.index(True) + 1 if True in here else zlib.crc32(self.name.encode())
         order = [(first + turn) % len(parts) for turn in range(len(parts))]
-        in_turns = [parts[number] for number in sorted(order, key=here.__getitem__)]
-        return [shard for turn in zip_longest(*in_turns) for shard in turn if shard is not None]
+        return [*in_turns(parts[number] for number in sorted(order, key=here.__getitem__))]
 
     def _take_part(self) -> None:
         """Lock the name, remove what workers of this name had begun, and see how far they came. Raises
@@ -112,7 +110,7 @@ class Worker(Closing):
         for name in os.listdir(self.train.push):
             if name.partition("@")[0] == self.name:
                 with contextlib.suppress(Refused):
-                    found = inspect(self.train, self.layout, name)
+                    found = inspect(self.train, name)
                     steps.append(found.step if found is not None else 0)
         return steps
 
@@ -182,7 +180,7 @@ class Worker(Closing):
             self.config = self.train.config()
         self._begin_prefetch(out)
         return OpenPush(
-            self.layout, self._in_turns, self._staging, expected, self._watch.counted(),
+            self._in_turns, self._staging, expected, self._watch.counted(),
             finite=self.config.nonfinite == "refuse", publish=self._publish, noting=noting,
         )  # fmt: skip
 
@@ -300,9 +298,7 @@ class Worker(Closing):
         self._check_out(out)
         before = self.version if self.version >= 0 else self.train.newest()
         shown = out is None and self._shows
-        self._prefetch = Prefetch(
-            self.train, self.layout, before + 1, self._directories, out, shown=shown
-        )
+        self._prefetch = Prefetch(self.train, before + 1, self._directories, out, shown=shown)
 
     def _end_prefetch(self) -> None:
         prefetch, self._prefetch = self._prefetch, None

@@ -13,7 +13,7 @@ from harness.example_programs import needs
 from harness.late_imports import torch
 
 from irdmafs import client
-from irdmafs.client import _device
+from irdmafs.client import _device, _dtypes
 
 pytestmark = needs("torch")
 
@@ -128,7 +128,7 @@ def test_what_is_missing_is_a_key_error_and_what_torch_does_not_know_a_type_erro
 
 def test_small_neighbours_are_copied_at_once_and_keep_their_alignment() -> None:
     def item(address: int, size: int) -> _device._Item:
-        return _device._Item("", address, size, (), False, torch.float32)
+        return _device._Item("", address, size, _dtypes.Layout(np.dtype("f4"), (size // 4,)))
 
     small = [item(4104 + 100 * i, 100) for i in range(10)]
     large, crooked = item(4104 + 1000, 2 * MIB), item((1 << 30) + 2, 8)

@@ -14,7 +14,7 @@ from harness.patterns import pattern
 from harness.processes import Process, TakeProcess
 
 from irdmafs.backend.files.extents import LENT_NS
-from irdmafs.client._files import open_privately, open_to_read
+from irdmafs.client._files import open_to_read
 
 PLAN = Plan(nodes=1, mounts=1, replicas=1, beside={0: 0}, lease_ttl_s=LONG_LEASE_S)
 
@@ -190,7 +190,7 @@ def test_node_is_told_of_a_file_whose_pages_a_program_may_keep(beside: Cluster) 
     def told() -> bool:
         return extent.stat().st_mtime_ns == LENT_NS
 
-    with open_privately(name) as (fd, _):
+    with open_to_read(name, privately=True) as (fd, _):
         assert os.read(fd, 1) == pattern(7, 1) and not told()
         # The promise holds for one open.
         with open_to_read(name):

@@ -75,7 +75,7 @@ def zeros() -> dict[str, NDArray[Any]]:
 def check(run: Path, fd: int, name: str) -> None:
     """Check a push as reducers do; `name` is its path from push/. Raises Refused and TrainError."""
     train = TrainDirectory(run)
-    config, layout = train.config(), train.layout()
+    config, layout = train.config(), train.layout
     *folders, last = name.split("/")
     if not folders:
         push = read_file(layout, name, fd, finite=config.nonfinite == "refuse")

@@ -179,12 +179,12 @@ def test_reducer_whose_part_was_taken_publishes_nothing(run: Path, reductions: l
         eventually(lambda: coordinator.step(config, train.newest_plan(), None), "a plan is made")
         made = train.making(1, look(train.next))
         assert made is not None
-        staged = Staged(train, train.layout(), Trees())
-        taken = {name: Part(train, reducer.layout, name, reducer._blocks, staged) for name in lost}
+        staged = Staged(train, Trees())
+        taken = {name: Part(train, name, reducer._blocks, staged) for name in lost}
         for name, part in lost.items():
-            assert not part.make(config, *made)
+            assert not part.make(*made)
             assert not (made[0] / name).exists()
-            assert taken[name].make(config, *made)
+            assert taken[name].make(*made)
         reduce(reducer)
         assert newest(run) == 1
         found = parameters(run)
@@ -204,7 +204,7 @@ def test_links_in_staging_are_not_followed(run: Path, reductions: list[bool], li
             (staging / foreign.name).symlink_to(foreign)
         else:
             staging.with_name(f"a@{secrets.token_hex(8)}").symlink_to(foreign.parent)
-        staged, config = Staged(reducer.train, reducer.layout, Trees()), reducer.train.config()
+        staged, config = Staged(reducer.train, Trees()), reducer.train.config()
         assert staged.plan(config, reducer.train.newest_plan()) is None
         if link == "of a push":
             (staging / foreign.name).unlink()

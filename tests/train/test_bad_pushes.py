@@ -165,7 +165,7 @@ def test_reasons_name_files_by_their_paths_in_the_run(run: Path) -> None:
     with pytest.raises(TrainError, match=re.escape(str(run / ".train" / "config.toml"))):
         Worker(run, "x")
     (train.push / "v@1").mkdir()
-    for name in train.layout().shard_names:
+    for name in train.layout.shard_names:
         (train.push / "v@1" / name).write_bytes(b"neither header nor data")
     with Worker(run, "w") as worker, Reducer(run) as reducer:
         worker.push(ones())

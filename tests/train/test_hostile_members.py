@@ -256,7 +256,7 @@ def test_push_never_takes_the_name_of_another(run: Path, place: Path) -> None:
         reducer._take_parts()
         coordinator = reducer._coordinator
         assert coordinator is not None
-        pushed = inspect(train, train.layout(), "a.safetensors")
+        pushed = inspect(train, "a.safetensors")
         assert pushed is not None
         coordinator._pushes["a.safetensors"] = pushed
         save_file(ones(1), place / "first", {"worker": "a", "step": "1"})
@@ -344,7 +344,7 @@ def good(training_mount: Mount) -> tuple[Path, dict[str, bytes]]:
     run = start(top / "run", shards=2)
     save_file(ones(), top / "push", {"worker": "w", "step": "1"})
     pushes = {"w.safetensors": (top / "push").read_bytes()}
-    layout = TrainDirectory(run).layout()
+    layout = TrainDirectory(run).layout
     with Worker(run, "w") as worker:
         worker.push(ones())
     for shard in layout.shards:

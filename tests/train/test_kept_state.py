@@ -26,7 +26,7 @@ from irdmafs.train.directory import TrainDirectory, params_of
 def kept(run: Path) -> Sequence[str]:
     """Return the names of the arrays that the newest version has beside its parameters."""
     train = TrainDirectory(run)
-    (shard,) = train.layout().shards
+    (shard,) = train.layout.shards
     path = state_of(train.version(newest(run)), shard)
     if not path.exists():
         return []
@@ -80,6 +80,6 @@ def test_rule_that_is_changed_begins_with_zeros(run: Path) -> None:
 def test_parameters_say_that_nothing_is_kept(run: Path) -> None:
     start(run)
     train = TrainDirectory(run)
-    (shard,) = train.layout().shards
+    (shard,) = train.layout.shards
     with safe_open(params_of(train.version(0), shard), "np") as file:
         assert file.metadata() == {"version": "0", "state": "none"}

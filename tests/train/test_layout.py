@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from irdmafs.train.layout import ALIGN, Parameter, cut
-from irdmafs.train.placement import choose, is_here, shard_names
+from irdmafs.train.placement import choose, host_of, shard_names
 
 
 @given(
@@ -72,8 +72,8 @@ def test_shards_are_numbered_where_there_are_no_store_nodes(tmp_path: Path) -> N
 
 def test_it_is_not_known_where_a_file_is_that_no_store_node_keeps(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
-    assert is_here(tmp_path / "file") is None
-    assert is_here(tmp_path / "missing") is None
+    assert host_of(tmp_path / "file") is None
+    assert host_of(tmp_path / "missing") is None
 
 
 def test_all_shards_fit_however_many_there_are(tmp_path: Path) -> None:

@@ -58,7 +58,7 @@ def _start(folder: Path, kind: str, config: TrainConfig) -> TrainDirectory:
 
 def _state(train: TrainDirectory, version: int) -> Arrays:
     """Return what the rule keeps, whole."""
-    shards = [load_file(state_of(train.version(version), shard)) for shard in train.layout().shards]
+    shards = [load_file(state_of(train.version(version), shard)) for shard in train.layout.shards]
     return {name: np.concatenate([shard[name] for shard in shards]) for name in shards[0]}
 
 

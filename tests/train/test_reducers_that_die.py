@@ -32,7 +32,7 @@ def reducer_on(cluster: Cluster, mount: ClusterMount) -> Daemon:
     log = cluster.directory / "reducer.log"
     process = Daemon("reducer", mount.host, irdmafs_command("train", "reduce", run, "-v"), log)
     run_instead(process, hasty_reducer.__file__).start()
-    parts = ["coordinator", *TrainDirectory(run).layout().parts]
+    parts = ["coordinator", *TrainDirectory(run).layout.parts]
     eventually(
         lambda: all(f"has {part} now" in process.log_tail() for part in parts), "it has parts", 30
     )

@@ -422,7 +422,7 @@ def test_version_that_is_planned_anew_under_its_name_is_made(run: Path) -> None:
     assert lock.hold()
     with Worker(run, "w") as worker, Reducer(run) as reducer:
         train = reducer.train
-        coordinator = Coordinator(train, reducer.layout, Trees())
+        coordinator = Coordinator(train, Trees())
 
         def coordinate() -> None:
             newest = train.newest_plan()
