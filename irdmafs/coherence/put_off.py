@@ -27,6 +27,7 @@ class PutOff(OnHost):
         self.released: set[Handle] = set()
         self.any, self.many = trio.Event(), trio.Event()
         self._sizes: dict[int, int] = {}
+        self._bytes = 0
 
     def takes(self, handle: Handle, content: Content, inode: Inode) -> bool:
         """Return whether a close or fsync is carried out later."""
@@ -38,10 +39,10 @@ class PutOff(OnHost):
         ):
             return False
         size = self._table.stat(content).st_size
-        others = sum(self._sizes.values()) - self._sizes.get(inode.ino, 0)
-        if len(self.handles) >= _FILES_MAX or others + size > _BYTES_MAX:
+        total = self._bytes - self._sizes.get(inode.ino, 0) + size
+        if len(self.handles) >= _FILES_MAX or total > _BYTES_MAX:
             return False
-        self.handles[inode.ino], self._sizes[inode.ino] = handle, size
+        self.handles[inode.ino], self._sizes[inode.ino], self._bytes = handle, size, total
         self.any.set()
         if len(self.handles) >= _MANY:
             self.many.set()
@@ -69,7 +70,7 @@ class PutOff(OnHost):
     def end(self, handle: Handle) -> None:
         """Note that a file is stored, or lost."""
         del self.handles[handle.node.ino]
-        del self._sizes[handle.node.ino]
+        self._bytes -= self._sizes.pop(handle.node.ino)
         if not self.handles:
             self.any = trio.Event()
         if len(self.handles) < _MANY:
