@@ -135,6 +135,15 @@ class TrainDirectory:
         except OSError:
             return False
 
+    @property
+    def has_ended(self) -> bool:
+        """Return whether there is no training any more. A mount that does not answer tells nothing."""
+        try:
+            self.path.lstat()
+        except OSError as error:
+            return error.errno in (errno.ENOENT, errno.ENOTDIR)
+        return False
+
     def config(self) -> TrainConfig:
         """Return what config.toml holds, which is read again if it has changed. Raises OSError and
         TrainError."""

@@ -96,7 +96,7 @@ class Reducer(Closing):
             except InterruptedError:
                 continue
             except (OSError, ValueError, msgspec.MsgspecError, TrainError) as error:
-                if not os.path.lexists(self.train.path):
+                if self.train.has_ended:
                     raise TrainError(f"{self.train.models} is not trained in any more") from error
                 # The filesystem is full, for example, or its daemon is being started again.
                 if said != str(error):

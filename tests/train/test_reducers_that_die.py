@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 from harness.clusters import Cluster, Daemon, Plan
 from harness.daemons import paused
-from harness.mountpoint import eventually
+from harness.mountpoint import Mount, eventually
 from harness.parts import ClusterMount, irdmafs_command, run_instead
 from harness.programs import hasty_reducer
 from harness.training_runs import newest, ones, reduce_until, start
@@ -74,3 +74,13 @@ def test_reducer_whose_host_reaches_no_node_leaves_its_parts_to_another(cluster:
         assert process.alive
         cluster.heal(fails, node)
     process.kill9()
+
+
+def test_a_training_has_not_ended_because_its_mount_was_killed(own_mount: Mount) -> None:
+    train = TrainDirectory(own_mount.path / "run")
+    assert train.has_ended
+    start(own_mount.path / "run")
+    own_mount.kill9()
+    assert not train.has_ended
+    own_mount.remount()
+    assert not train.has_ended
