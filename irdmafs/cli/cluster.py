@@ -89,7 +89,7 @@ def mount_of(path: str) -> mounting.Mount:
 
 
 class Lacking(MountError):
-    """What is at a path has no such attribute."""
+    """Nothing at this path has such an attribute."""
 
 
 def ask(path: str, attribute: str, purpose: str, otherwise: str) -> bytes:

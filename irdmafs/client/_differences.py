@@ -1,4 +1,4 @@
-"""What differs between two directories: files, and tensors in them."""
+"""Compare two directories: their files, and the tensors in them."""
 
 from __future__ import annotations
 

@@ -42,7 +42,7 @@ living: set[Cluster] = set()
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """What a cluster is made of. `beside` puts mount number KEY on the host of node number VALUE;
+    """The parts of a cluster. `beside` puts mount number KEY on the host of node number VALUE;
     `etcd_quota_bytes` 0 is etcd's own.
     `node_config` and `mount_config` are values for those sections of the configuration file."""
 

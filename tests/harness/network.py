@@ -51,7 +51,7 @@ def run(
     check: bool = True,
     timeout_s: float = COMMAND_TIMEOUT_S,
 ) -> str:
-    """What a program prints. Raises CommandFailed with its output, unless not `check`."""
+    """Return what a program prints. Raises CommandFailed with its output, unless not `check`."""
     words = [os.fspath(word) for word in command]
     try:
         done = subprocess.run(

@@ -82,7 +82,7 @@ class Channel:
         self.clean = True
         self.was_idle = False
         self.idle_since = time.monotonic()
-        # What was received of the next message.
+        # The next message, as far as it was received.
         self._message = bytearray()
         self._said = 0.0
         self._looked = 0.0

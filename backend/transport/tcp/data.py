@@ -118,7 +118,7 @@ class Receiving:
         self._token = trio.lowlevel.current_trio_token()
         self._lock = threading.Lock()
         self._channels: set[Channel] = set()
-        # What the streams bring, in order.
+        # The bytes that streams bring, in order.
         self._ranges: list[tuple[int, int]] = []
         self._error: OSError | None = None
 

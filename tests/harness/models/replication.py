@@ -56,7 +56,7 @@ class Rules(NamedTuple):
     group_is_emptied_when_nothing_is_named: bool = True
 
 
-# What can happen, each as often as Bounds.events allows in all: a node's process dies; so does its host,
+# The events, each as often as Bounds.events allows in all: a node's process dies; so does its host,
 # with the store; a node dies and its store is damaged; a session ends; a writer gives up; a reader pins.
 CRASH, LOSS, DAMAGE = "crash", "loss", "damage"
 EXPIRY, ABORT, PIN = "expiry", "abort", "pin"
@@ -66,7 +66,7 @@ REMOVAL = "removal"
 
 
 class Bounds(NamedTuple):
-    """How much may happen. A writer has `contents` content numbers, one of each of its sessions.
+    """The limits of what may happen. A writer has `contents` content numbers, one of each of its sessions.
     `epochs` bounds the configurations. `torn`: receiving takes time. `late_puts`: data arrives even
     when its writer does not wait for it any more; `late_promotions`: a transaction by which a node
     gets in sync is still under way when the node is not what it was; `leftovers`: a node that left
@@ -889,7 +889,7 @@ LARGE = {
     ),
     "a member leaves, comes back and leaves": Bounds(writers=1, epochs=4, events=1),
 }
-# Which of the rules is needed where.
+# The bounds within which each rule is needed.
 NEEDED = {
     "commit_compares_configuration": Bounds(writers=1, events=0),
     "commit_compares_session": Bounds(writers=1, epochs=1, kinds=(EXPIRY,)),

@@ -39,7 +39,7 @@ class Faults:
 
     `at_once` 1: the cluster recovers from each before the next."""
 
-    # How long a fault lasts, and a pause, in lengths of a lease.
+    # The time of a fault, and of a pause, in lengths of a lease.
     lasts = (0.1, 1.8)
     pauses = (1.1, 2.0)
     gap_s = (0.2, 1.5)
