@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from harness.beside import beside
 from harness.errors import fails_with
-from harness.mountpoint import irdmafs, one_line
+from harness.mountpoint import IRDMAFS, irdmafs, one_line
 from harness.processes import Process, TakeProcess
 from harness.seeds import seeded
 
@@ -225,9 +225,8 @@ def test_commands_publish_list_compare_hold_and_roll_back(folder: Path, tmp_path
         "~ below/config", "~ model.safetensors", "~ model.safetensors/other",
     ]  # fmt: skip
     assert irdmafs("rollback", run, "1").stdout == f"{run}/versions/3\n"
-    command = (
-        f"test $IRDMAFS_PATH = {run}/versions/3 && irdmafs versions {run} && exit $IRDMAFS_VERSION"
-    )
+    listing = " ".join([*IRDMAFS, "versions", os.fspath(run)])
+    command = f"test $IRDMAFS_PATH = {run}/versions/3 && {listing} && exit $IRDMAFS_VERSION"
     held = irdmafs("hold", run, "--", "sh", "-c", command).stdout.splitlines()
     assert [line.split()[:2] for line in held[2:]] == [["3", "held"], ["2", "kept"], ["1", "kept"]]
     listed = json.loads(irdmafs("versions", "--json", run).stdout)["versions"]
