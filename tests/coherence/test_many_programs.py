@@ -39,25 +39,11 @@ def test_afterwards_every_host_shows_the_same_files(beside: dict[int, int]) -> N
 def test_on_one_host_no_call_fails_except_for_a_missing_name() -> None:
     seed = chosen_seed()
     with make_mount("kernel") as mount:
-        assert all(one.endswith(": ENOENT") for one in run_programs([mount.path], seed))
+        assert run_programs([mount.path], seed) <= {"ENOENT"}
 
 
-def test_nobody_meets_an_error_or_a_conflict(here: Path) -> None:
-    (here / "file0").touch()
-    steps = ("replace", "reopen", "truncate")
-    assert not run_programs([here], chosen_seed(), "1", *steps, count=8, seconds=3 * SECONDS)
-    assert os.listdir(here) == ["file0"]
-
-
-def run_programs(
-    folders: list[Path],
-    seed: int,
-    files: str = "3",
-    *steps: str,
-    count: int = PROGRAMS,
-    seconds: float = SECONDS,
-) -> set[str]:
-    """Return which steps failed with which errors."""
+def run_programs(folders: list[Path], seed: int) -> set[str]:
+    """Return with which errors system calls failed."""
     programs = [
         subprocess.Popen(
             [
@@ -65,18 +51,16 @@ def run_programs(
                 storm.__file__,
                 str(folder),
                 str(seed + 10 * host + number),
-                str(seconds),
-                files,
-                *steps,
+                str(SECONDS),
             ],
             stdout=subprocess.PIPE,
         )
         for host, folder in enumerate(folders)
-        for number in range(count)
+        for number in range(PROGRAMS)
     ]
     failures: set[str] = set()
     for program in programs:
-        printed, _ = program.communicate(timeout=seconds + 60)
+        printed, _ = program.communicate(timeout=SECONDS + 60)
         # A mapped file that another program cut: as anywhere.
         assert program.returncode in (0, -7)
         failures |= set(json.loads(printed or "{}"))
