@@ -70,7 +70,7 @@ def gaps(successes: Sequence[int], looks: Sequence[Look], can_write: CanWrite) -
 
 
 class Lookouts(Closing):
-    """Those who look. A context manager; `looks` has what each of them saw, by its host."""
+    """Look from each host, as long as the block runs; `looks` has what was seen, by host."""
 
     def __init__(self, cluster: Cluster) -> None:
         self.looks: dict[str, list[Look]] = {mount.host.name: [] for mount in cluster.mounts}
