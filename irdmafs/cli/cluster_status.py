@@ -1,4 +1,4 @@
-"""Print a cluster for people: its state, planned moves, and how far work is."""
+"""Print a cluster for people: its state, planned moves, and progress bars."""
 
 from __future__ import annotations
 
@@ -7,6 +7,8 @@ import time
 from collections import Counter
 from collections.abc import Mapping
 from typing import Any, Self
+
+import click
 
 from ..backend.model.policy import LEVELS
 from ..backend.model.values import human_bytes
@@ -139,40 +141,49 @@ def print_moves(plan: Mapping[str, Any]) -> None:
 
 
 class Progress:
-    """Counts of work that goes on: on a terminal in one line, elsewhere in a new line now and then. `unit`
-    "bytes" shows sizes."""
+    """A progress bar on a terminal; elsewhere a line now and then. `unit` "bytes" shows sizes."""
 
     def __init__(self, title: str, unit: str, total: int) -> None:
         self._title = printable(title)
         self._unit = unit
-        self._total = total
-        self._done = 0
-        self._is_terminal = sys.stdout.isatty()
+        self._bar: Any = click.progressbar(
+            length=total, label=self._title, item_show_func=lambda _: self._counts(),
+            show_percent=False,
+        )  # fmt: skip
+        self._is_shown = sys.stdout.isatty()
         self._next_line_s = 0.0
         self._printed = ""
 
     def __enter__(self) -> Self:
+        if self._is_shown:
+            self._bar.__enter__()
         return self
 
     def __exit__(self, kind: type[BaseException] | None, *error: Any) -> None:
-        if kind is None:
+        if self._is_shown:
+            self._bar.__exit__(kind, *error)
+        elif kind is None:
             self._print()
-        if self._is_terminal:
-            print()
 
     def update(self, done: int, total: int | None = None) -> None:
-        self._done = done
-        self._total = self._total if total is None else total
-        if self._is_terminal or time.monotonic() >= self._next_line_s:
+        bar = self._bar
+        bar.length = bar.length if total is None else total
+        bar.finished = False
+        bar.make_step(done - bar.pos)
+        if self._is_shown:
+            bar.render_progress()
+        elif time.monotonic() >= self._next_line_s:
             self._next_line_s = time.monotonic() + _LINE_PERIOD_S
             self._print()
 
-    def _print(self) -> None:
-        counts = f"{self._done} of {self._total} {self._unit}"
+    def _counts(self) -> str:
+        done, total = self._bar.pos, self._bar.length
         if self._unit == "bytes":
-            counts = f"{human_bytes(self._done)} of {human_bytes(self._total)}"
+            return f"{human_bytes(done)} of {human_bytes(total)}"
+        return f"{done} of {total} {self._unit}"
+
+    def _print(self) -> None:
+        counts = self._counts()
         if counts != self._printed:
-            # Spaces cover the end of a longer line.
-            begin, end = ("\r", "    ") if self._is_terminal else ("", "\n")
-            print(f"{begin}{self._title}: {counts}", end=end, flush=True)
             self._printed = counts
+            print(f"{self._title}: {counts}", flush=True)
