@@ -110,6 +110,7 @@ class InPlace(OnHost):
             return
         with self._host.held(content):
             await detach()
+            await self.forget_pages(content)
             async with content.locked():
                 inode = await self._store.bring(ino)
                 if content.state.ended or content.base.version == inode.version:
@@ -122,13 +123,23 @@ class InPlace(OnHost):
                 if not content.state.writable:
                     await self._begin(content)
                 await self._show(content, inode)
+            await self.forget_pages(content)
+
+    async def forget_pages(self, content: Content) -> None:
+        """Return when the kernel keeps no pages of the content, and what programs stored to them through
+        mappings came here as writes. Those take the content's lock: nobody may hold it meanwhile."""
+        for node in self._nodes.of(content.ino):
+            if node.cached and node.content is content:
+                await self._kernel.forget_content(node)
 
     async def show_after_conflict(self, content: Content) -> None:
-        """Show the newest version in the place of what was set aside, unless somebody has written since."""
+        """Show the newest version in the place of what was set aside, unless somebody has written since.
+        The caller may hold the content's lock, so the kernel forgets its pages later."""
         try:
             inode = await self._store.bring(content.ino)
             if content.state.writable and not self._table.is_written(content, surely=True):
                 await self._show(content, inode)
+                self._kernel.start_soon(self.forget_pages, content)
         except OSError as error:  # the next open or lock tries again
             where = self._store.namespace.describe(content.ino)
             log.warning("%s: the newest version cannot be shown yet: %s", where, error)
@@ -149,8 +160,6 @@ class InPlace(OnHost):
             content.show_newest(inode, await when_unlocked(copy, fd))
         for node in self._nodes.of(content.ino):
             if node.content is content:
-                if node.cached:
-                    await self._kernel.forget_content(node)
                 self._kernel.invalidate_attributes(node)
 
     async def copied(self, content: Content) -> tuple[ContentId, os.stat_result]:

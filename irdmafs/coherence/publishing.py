@@ -309,13 +309,13 @@ class Publisher(OnHost):
             if version.extent not in (content.extent, inode.extent):
                 self._store.retire(version.extent)  # the copy was published under another number
             self._become_version(content, inode, stamp_of(status), by_copy=copies)
-            if inode.nlink > 1 or self._nodes.has_siblings(inode.ino):
-                await self._announce(inode, content, naming=naming)
-            return True
         finally:
             if lock is not None:
                 content.leaves = False
                 lock.release()
+        if inode.nlink > 1 or self._nodes.has_siblings(inode.ino):
+            await self._announce(inode, content, naming=naming)
+        return True
 
     async def publish_together(self, contents: Iterable[Content]) -> None:
         """Publish small contents of new files, of which no descriptor is open, in one transaction; those

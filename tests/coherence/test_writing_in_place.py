@@ -2,6 +2,7 @@
 
 import errno
 import os
+import subprocess
 from pathlib import Path
 
 import pytest
@@ -80,6 +81,59 @@ def test_stores_through_a_mapping_that_was_read_first_reach_other_hosts(
             "with open(file, 'r+b') as f, mmap.mmap(f.fileno(), 0) as m: m[5] += 1", file=str(here)
         )
         assert [path.read_bytes()[5] for path in (here, there)] == [number, number]
+
+
+def test_stores_that_the_kernel_keeps_do_not_stop_an_open_of_a_newer_version(
+    pair: list[Path], process: TakeProcess
+) -> None:
+    """It keeps pages of a file that was opened first when it was empty. What another host published is not
+    shown in their place."""
+    here, there = pair[0] / "file", pair[1] / "file"
+    here.touch()
+    holder, writer, opener = process(), process(), process()
+    holder.do("f = open(file, 'rb')", file=str(here))
+    writer.do(
+        "f = open(file, 'r+b', buffering=0); f.write(bytes(9000)); os.fsync(f.fileno())\n"
+        "m = mmap.mmap(f.fileno(), 0); m[5] = 1",
+        file=str(here),
+    )
+    there.write_bytes(bytes(9000))
+    assert opener.do("open(file, 'rb').read(6)", file=str(here)) == b"\0\0\0\0\0\1"
+    with fails_with(errno.ESTALE):
+        writer.do("os.fsync(f.fileno())")
+    assert len([name for name in os.listdir(pair[1]) if "conflict" in name]) == 1
+
+
+def test_a_close_does_not_wait_for_a_rename_that_waits_for_it(
+    pair: list[Path], process: TakeProcess
+) -> None:
+    """The kernel locks directories during a rename, and below a mount that has another one below it, it
+    forgets names one by one, for which it locks their directories."""
+    directory = pair[0] / "directory"
+    below, first, second = directory / "below", directory / "first", directory / "second"
+    below.mkdir(parents=True)
+    subprocess.run(["mount", "-t", "tmpfs", "none", below], check=True)
+    try:
+        first.write_bytes(b"")
+        second.hardlink_to(first)
+        writer, renamer = process(), process()
+        writer.start(
+            "for _ in range(100):\n    with open(file, 'ab') as f: f.write(b'x')\n", file=str(first)
+        )
+        renamer.do(
+            "for _ in range(100):\n"
+            "    os.link(file, file + '2')\n"
+            "    open(file + '3', 'xb').close()\n"
+            "    os.rename(file + '3', file + '2')\n"
+            "    os.unlink(file + '2')\n",
+            file=str(first),
+        )
+        writer.result()
+    finally:
+        subprocess.run(["umount", below], check=True)
+    assert [(pair[1] / "directory" / each).read_bytes() for each in ("first", "second")] == [
+        b"x" * 100
+    ] * 2
 
 
 def test_a_file_that_another_host_wrote_can_be_cut_without_being_opened(pair: list[Path]) -> None:
