@@ -16,7 +16,15 @@ from harness.mountpoint import eventually
 from irdmafs.backend.kv import Delete, Put
 from irdmafs.backend.kv.faults import Faults
 from irdmafs.backend.model.policy import policy_of_rule
-from irdmafs.backend.model.records import ContentId, Layout, MountRecord
+from irdmafs.backend.model.records import (
+    ContentId,
+    Layout,
+    MountRecord,
+    NodeAddress,
+    decode,
+    encode,
+    key_of,
+)
 from irdmafs.backend.namespace import Inode
 from irdmafs.backend.namespace.inode import inode_key, name_key
 
@@ -133,3 +141,23 @@ def test_a_directory_below_itself_occupies_nobody(cluster: Cluster) -> None:
         (mount / mount.parent.name).write_bytes(b"a" * 300_000)
         assert "a" not in os.listdir(mount)
     assert cluster.nodes[0].alive
+
+
+def test_a_node_that_announces_a_store_in_a_mount_stops_no_mount(cluster: Cluster) -> None:
+    (node,), mount = cluster.nodes, cluster.mounts[0]
+    key = key_of(b"n", node.node_id)
+    (mount.path / "store").mkdir()
+
+    async def put() -> None:
+        async with cluster.engine("node") as engine:
+            found = await engine.get(key)
+            assert found is not None
+            address = msgspec.structs.replace(
+                decode(found.value, NodeAddress), host=mount.name, store=f"{mount.path}/store"
+            )
+            await engine.transact((), [Put(key, encode(address))])
+
+    trio.run(put)
+    for number in range(3):
+        (mount.path / f"later{number}").write_bytes(b"a" * 300_000)
+        assert (mount.path / f"later{number}").read_bytes() == b"a" * 300_000

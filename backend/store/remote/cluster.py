@@ -12,7 +12,7 @@ import trio
 
 from ...cluster.history import History
 from ...cluster.replica import Replica
-from ...model.values import ConfigError
+from ...model.values import ConfigError, filesystem_of
 from ...namespace import ROOT_INO, Namespace, SharedCommitter
 from ...transport.movers import all_movers
 from ...transport.peers import Peers, open_peers, patience_s
@@ -61,6 +61,7 @@ class Cluster(Member):
         self.verify = config.mount.verify
         self.host = config.mount.host
         self.here = 0
+        self._looking = trio.CapacityLimiter(1)
         self.members.node_changed.append(self._node_changed)
         self.contents = Contents(self, f"{directory}/extents")
         self._committer = SharedCommitter(
@@ -90,6 +91,7 @@ class Cluster(Member):
     async def read(self) -> None:
         """Read the state of the cluster, and follow its changes from there. Raises OSError."""
         await self.replica.start(self.nursery)
+        await self._find_node_here()
 
     async def join(self) -> None:
         """Become a session of the cluster. Raises ConfigError, OSError."""
@@ -149,12 +151,17 @@ class Cluster(Member):
 
     def _node_changed(self, node: int) -> None:
         nodes = self.members.nodes
-        if node != self.here and (node not in nodes or nodes[node].host != self.host):
-            return
-        self.here = 0
-        for known, address in nodes.items():
-            if address.host == self.host and _is_store_of(address.store, known):
-                self.here = known
+        if node == self.here or (node in nodes and nodes[node].host == self.host):
+            self.here = 0
+            self.nursery.start_soon(self._find_node_here)
+
+    async def _find_node_here(self) -> None:
+        """Find `here`, in a thread: a node may announce any path, also one below this very mount."""
+        for node, address in list(self.members.nodes.items()):
+            if address.host == self.host and await trio.to_thread.run_sync(
+                _is_store_of, address.store, node, abandon_on_cancel=True, limiter=self._looking
+            ):
+                self.here = node if self.members.nodes.get(node) == address else 0
 
     @property
     def store_here(self) -> str:
@@ -169,8 +176,10 @@ class Cluster(Member):
 def _is_store_of(directory: str, node: int) -> bool:
     try:
         with open(f"{directory}/node.json", "rb") as file:
-            return bool(json.load(file)["id"] == f"{node:x}") and os.access(
-                f"{directory}/incoming", os.W_OK | os.X_OK
+            return (
+                not filesystem_of(os.fstat(file.fileno()).st_dev).startswith(b"fuse")
+                and bool(json.load(file)["id"] == f"{node:x}")
+                and os.access(f"{directory}/incoming", os.W_OK | os.X_OK)
             )
     except (OSError, ValueError, KeyError):
         return False
