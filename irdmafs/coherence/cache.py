@@ -168,28 +168,23 @@ class Cache:
         return handle
 
     async def _make_ready(self, handle: Handle, content: Content, *, cut: bool) -> None:
-        if handle.writing:
-            await self._prepare(handle, content, cut=cut)
-        elif content.preparing or (content.awaited and self._table.is_borrowed(content)):
-            # The file that is about to be written is the one that must be read.
-            try:
-                await self.in_place.make_writable(content)
-            except BaseException:
-                await self.release(handle.fh)
-                raise
-
-    async def _prepare(self, handle: Handle, content: Content, *, cut: bool) -> None:
         try:
             if cut:
                 await self.in_place.change(content, lambda fd: os.ftruncate(fd, 0))
-            elif not content.state.writable or content.is_busy:
+            elif handle.writing:
+                if not content.state.writable or content.is_busy:
+                    await self.in_place.make_writable(content)
+                if content.writers > 1:
+                    handle.since = self._table.stamp(content)
+            elif content.preparing or (content.awaited and self._table.is_borrowed(content)):
+                # The file that is about to be written is the one that must be read.
                 await self.in_place.make_writable(content)
-            if content.writers > 1 and not cut:
-                handle.since = self._table.stamp(content)
         except BaseException:
             handle.aborted = True
             await self.release(handle.fh)
             raise
+        if not handle.writing:
+            return
         if handle.is_rdwr and not handle.node.cached and not content.mapped:
             content.be_mapped()
             self.kernel.invalidate_attributes(handle.node)
