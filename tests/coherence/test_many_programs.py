@@ -39,11 +39,25 @@ def test_afterwards_every_host_shows_the_same_files(beside: dict[int, int]) -> N
 def test_on_one_host_no_call_fails_except_for_a_missing_name() -> None:
     seed = chosen_seed()
     with make_mount("kernel") as mount:
-        assert run_programs([mount.path], seed) <= {"ENOENT"}
+        assert all(one.endswith(": ENOENT") for one in run_programs([mount.path], seed))
 
 
-def run_programs(folders: list[Path], seed: int) -> set[str]:
-    """Return with which errors system calls failed."""
+def test_nobody_meets_an_error_or_a_conflict(here: Path) -> None:
+    (here / "file0").touch()
+    steps = ("replace", "reopen", "truncate")
+    assert not run_programs([here], chosen_seed(), "1", *steps, count=8, seconds=3 * SECONDS)
+    assert os.listdir(here) == ["file0"]
+
+
+def run_programs(
+    folders: list[Path],
+    seed: int,
+    files: str = "3",
+    *steps: str,
+    count: int = PROGRAMS,
+    seconds: float = SECONDS,
+) -> set[str]:
+    """Return which steps failed with which errors."""
     programs = [
         subprocess.Popen(
             [
@@ -51,16 +65,18 @@ def run_programs(folders: list[Path], seed: int) -> set[str]:
                 storm.__file__,
                 str(folder),
                 str(seed + 10 * host + number),
-                str(SECONDS),
+                str(seconds),
+                files,
+                *steps,
             ],
             stdout=subprocess.PIPE,
         )
         for host, folder in enumerate(folders)
-        for number in range(PROGRAMS)
+        for number in range(count)
     ]
     failures: set[str] = set()
     for program in programs:
-        printed, _ = program.communicate(timeout=SECONDS + 60)
+        printed, _ = program.communicate(timeout=seconds + 60)
         # A mapped file that another program cut: as anywhere.
         assert program.returncode in (0, -7)
         failures |= set(json.loads(printed or "{}"))

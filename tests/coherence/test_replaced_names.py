@@ -8,10 +8,7 @@ that are opened once more for writing.
 
 import contextlib
 import itertools
-import json
 import os
-import subprocess
-import sys
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
@@ -23,7 +20,6 @@ from harness.clusters import MIB, Cluster, Plan
 from harness.daemons import paused
 from harness.mountpoint import eventually
 from harness.patterns import pattern, version_of
-from harness.seeds import chosen_seed
 
 REPLACEMENTS = int(os.environ.get("IRDMAFS_REPLACEMENTS") or 40)
 SIZE = 9000
@@ -234,55 +230,6 @@ def test_an_open_never_gets_what_was_moved_away_before_it(cluster: Cluster) -> N
                 os.replace(folder / "new", folder / "file")
                 reading = programs.submit((reader.path / name / "file").read_bytes)
             assert version_of(reading.result()) == version
-
-
-CALLS = 90
-PROGRAMS = 8
-
-PROGRAM = r"""
-import collections, errno, json, os, random, sys
-path, seed, calls = sys.argv[1], int(sys.argv[2]), int(sys.argv[3])
-random.seed(seed)
-
-def replace():
-    with open(path, "wb") as file:
-        file.write(b"x" * 100)
-
-def reopen():
-    fd = os.open(path, os.O_RDONLY)
-    try:
-        os.close(os.open(f"/proc/self/fd/{fd}", os.O_RDWR))  # as `> /dev/stdout` does
-    finally:
-        os.close(fd)
-
-def cut():
-    os.truncate(path, random.randrange(200))
-
-failures = collections.Counter()
-for _ in range(calls):
-    call = random.choice((replace, reopen, cut))
-    try:
-        call()
-    except OSError as error:
-        failures[f"{call.__name__}: {errno.errorcode[error.errno]}"] += 1
-print(json.dumps(failures))
-"""
-
-
-def test_nobody_meets_an_error_or_a_conflict(here: Path) -> None:
-    seed = chosen_seed()
-    path = here / "file"
-    path.write_bytes(b"x" * 100)
-    programs = [
-        subprocess.Popen(
-            [sys.executable, "-c", PROGRAM, str(path), str(seed + number), str(CALLS)],
-            stdout=subprocess.PIPE,
-        )
-        for number in range(PROGRAMS)
-    ]
-    told = [json.loads(program.communicate(timeout=60)[0]) for program in programs]
-    assert told == [{}] * PROGRAMS
-    assert os.listdir(here) == ["file"]
 
 
 def test_a_descriptor_is_opened_once_more_in_a_directory_that_is_not_followed(here: Path) -> None:

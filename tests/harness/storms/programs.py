@@ -1,8 +1,9 @@
 """A program that does everything to a few files at once with others of its kind, until a time is over.
 
-    python storm.py DIRECTORY SEED SECONDS
+    python programs.py DIRECTORY SEED SECONDS FILES [STEP...]
 
-Prints, as JSON, how often each system call failed with which errno.
+It chooses among FILES files, which may be missing, and some steps or all. Prints, as JSON, how often each
+step failed with which errno.
 """
 
 import contextlib
@@ -14,41 +15,42 @@ import random
 import sys
 import time
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 SIZES = (0, 1, 100, 5000, 70_000, 400_000)
 HELD_MAX = 8
+STEPS = (
+    "replace", "write_in_place", "append", "truncate", "rename_over", "read", "reopen", "store", "unlink",
+    "hold", "let_go", "write_held", "truncate_held",
+)  # fmt: skip
 # Of a program, not of a filesystem: a descriptor that is not open for writing.
 OWN_ERRORS = (errno.EBADF, errno.EINVAL)
 
 
 class Program:
-    def __init__(self, directory: str, seed: int) -> None:
+    def __init__(self, directory: str, seed: int, files: int) -> None:
         self._directory = directory
         self._seed = seed
+        self._files = files
         self._rng = random.Random(seed)
         self._held: list[int] = []
         self.failures: Counter[str] = Counter()
 
-    def run(self, seconds: float) -> None:
-        steps = (
-            self.replace, self.write_in_place, self.append, self.truncate, self.rename_over, self.read,
-            self.store, self.unlink, self.hold, self.let_go, self.write_held, self.truncate_held,
-        )  # fmt: skip
+    def run(self, seconds: float, steps: Sequence[str]) -> None:
         end = time.monotonic() + seconds
         while time.monotonic() < end:
             self._try(self._rng.choice(steps))
         while self._held:
-            self._try(self.let_go)
+            self._try("let_go")
 
-    def _try(self, step: Callable[[], None]) -> None:
+    def _try(self, step: str) -> None:
         try:
-            step()
+            getattr(self, step)()
         except OSError as error:
-            self.failures[errno.errorcode[error.errno or 0]] += 1
+            self.failures[f"{step}: {errno.errorcode[error.errno or 0]}"] += 1
 
     def _file(self) -> str:
-        return f"{self._directory}/file{self._rng.randrange(3)}"
+        return f"{self._directory}/file{self._rng.randrange(self._files)}"
 
     def _bytes(self) -> bytes:
         return bytes([self._seed % 251]) * self._rng.choice(SIZES)
@@ -85,6 +87,12 @@ class Program:
     def read(self) -> None:
         with open(self._file(), "rb") as file:
             file.read()
+
+    def reopen(self) -> None:
+        with open(self._file(), "rb") as file:
+            os.close(
+                os.open(f"/proc/self/fd/{file.fileno()}", os.O_RDWR)
+            )  # as `> /dev/stdout` does
 
     def store(self) -> None:
         """Through a mapping, to a page that was read before."""
@@ -129,6 +137,7 @@ class Program:
 
 
 if __name__ == "__main__":
-    program = Program(sys.argv[1], int(sys.argv[2]))
-    program.run(float(sys.argv[3]))
+    directory, seed, seconds, files, *steps = sys.argv[1:]
+    program = Program(directory, int(seed), int(files))
+    program.run(float(seconds), steps or STEPS)
     print(json.dumps(program.failures))
