@@ -130,6 +130,7 @@ class InPlace(OnHost):
         mappings came here as writes. Those take the content's lock: nobody may hold it meanwhile."""
         for node in self._nodes.of(content.ino):
             if node.cached and node.content is content:
+                await detach()
                 await self._kernel.forget_content(node)
 
     async def show_after_conflict(self, content: Content) -> None:

@@ -205,6 +205,7 @@ class Publisher(OnHost):
             and self._inodes[ino].nlink
         ):
             with self._host.held(content):
+                await self._in_place.forget_pages(content)
                 changed = self._table.is_written(content)
                 if content.extent and (changed or self._is_to_be_compared(content)):
                     await self.publish(content, stays=True, changed=changed, pid=pid)
@@ -217,6 +218,7 @@ class Publisher(OnHost):
             return
         with self._host.held(content):
             await detach()
+            await self._in_place.forget_pages(content)
             async with content.locked():
                 if not content.state.writable or not self._table.is_written(content, surely=True):
                     return

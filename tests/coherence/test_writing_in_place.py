@@ -83,25 +83,44 @@ def test_stores_through_a_mapping_that_was_read_first_reach_other_hosts(
         assert [path.read_bytes()[5] for path in (here, there)] == [number, number]
 
 
-def test_stores_that_the_kernel_keeps_do_not_stop_an_open_of_a_newer_version(
-    pair: list[Path], process: TakeProcess
-) -> None:
-    """It keeps pages of a file that was opened first when it was empty. What another host published is not
-    shown in their place."""
-    here, there = pair[0] / "file", pair[1] / "file"
-    here.touch()
-    holder, writer, opener = process(), process(), process()
-    holder.do("f = open(file, 'rb')", file=str(here))
+@pytest.fixture
+def kept(pair: list[Path], process: TakeProcess) -> Process:
+    """A process with a file open for writing, `f`, and mapped, `m`. The kernel keeps pages of the file, as
+    it was empty when it was opened first."""
+    file = pair[0] / "file"
+    file.touch()
+    process().do("f = open(file, 'rb')", file=str(file))
+    writer = process()
     writer.do(
         "f = open(file, 'r+b', buffering=0); f.write(bytes(9000)); os.fsync(f.fileno())\n"
-        "m = mmap.mmap(f.fileno(), 0); m[5] = 1",
-        file=str(here),
+        "m = mmap.mmap(f.fileno(), 0)",
+        file=str(file),
     )
-    there.write_bytes(bytes(9000))
-    assert opener.do("open(file, 'rb').read(6)", file=str(here)) == b"\0\0\0\0\0\1"
+    return writer
+
+
+def test_stores_that_the_kernel_keeps_do_not_stop_an_open_of_a_newer_version(
+    pair: list[Path], kept: Process, reader: Process
+) -> None:
+    """What another host published is not shown in their place."""
+    kept.do("m[5] = 1")
+    (pair[1] / "file").write_bytes(bytes(9000))
+    seen = reader.do("open(file, 'rb').read(6)", file=str(pair[0] / "file"))
+    assert seen == b"\0\0\0\0\0\1"
     with fails_with(errno.ESTALE):
-        writer.do("os.fsync(f.fileno())")
+        kept.do("os.fsync(f.fileno())")
     assert len([name for name in os.listdir(pair[1]) if "conflict" in name]) == 1
+
+
+def test_stores_that_the_kernel_keeps_are_seen_by_the_next_owner_of_a_lock(
+    pair: list[Path], kept: Process, reader: Process
+) -> None:
+    kept.do("fcntl.lockf(f, fcntl.LOCK_EX); m[5] = 1; fcntl.lockf(f, fcntl.LOCK_UN)")
+    seen = reader.do(
+        "f = open(file, 'r+b', buffering=0); fcntl.lockf(f, fcntl.LOCK_EX); f.read(6)",
+        file=str(pair[1] / "file"),
+    )
+    assert seen == b"\0\0\0\0\0\1"
 
 
 def test_a_close_does_not_wait_for_a_rename_that_waits_for_it(
