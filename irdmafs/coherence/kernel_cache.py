@@ -24,6 +24,9 @@ class KernelCache(ABC):
     # It ends requests whose callers got a signal (see fuse/tasks.py).
     tells_of_signals = False
 
+    def __init__(self) -> None:
+        self._expiring = trio.CapacityLimiter(1)
+
     @property
     def can_forget(self) -> bool:
         """Return whether the kernel can be made to forget without waiting for a lock. If not, it must not
@@ -53,9 +56,19 @@ class KernelCache(ABC):
     def forget_attributes(self, node: Node) -> bool:
         """Have the kernel forget a node's attributes. Return False if it has not heard of the node yet."""
 
+    def expire_names(self, names: list[Name]) -> None:
+        """Make the kernel look these names up again before their next use. Where it has to lock their
+        directories for that, nobody may wait: programs that wait for us may have locked them."""
+        self.start_soon(self._expire_each, names)
+
+    async def _expire_each(self, names: list[Name]) -> None:
+        async with self._expiring:  # other work needs threads, too
+            for name in names:
+                await self.expire_name(*name)
+
     @abstractmethod
-    async def expire_names(self, names: list[Name]) -> None:
-        """Return when the kernel will look these names up again before their next use."""
+    async def expire_name(self, parent: int, name: bytes) -> None:
+        """Return when the kernel will look the name up again before its next use."""
 
     def forget(self, nodes: Iterable[int], *, names: bool) -> None:
         """Make the kernel ask for the attributes of these nodes and, with `names`, look every name up again

@@ -250,9 +250,7 @@ class Publisher(OnHost):
             for content in contents:
                 if not (self._table.stamp(content)[0] and self._table.is_written(content)):
                     continue
-                done = await self.publish(
-                    content, stays=True, naming=True, name=None if is_named else name
-                )
+                done = await self.publish(content, stays=True, name=None if is_named else name)
                 is_named |= done and name is not None
         return is_named
 
@@ -264,13 +262,11 @@ class Publisher(OnHost):
         *,
         stays: bool,
         changed: bool = True,
-        naming: bool = False,
         name: Name | None = None,
         pid: int = 0,
     ) -> bool:
         """Publish a content, and return whether there was one; if it is not `changed`, only if a comparison
-        finds it changed. `naming`: the kernel keeps directories locked until this returns. `name` and `pid`
-        as for NewVersion."""
+        finds it changed. `name` and `pid` as for NewVersion."""
         lock = None
         if self._store.waits or content.is_busy or (stays and self._copies(content)):
             await detach()
@@ -316,7 +312,7 @@ class Publisher(OnHost):
                 content.leaves = False
                 lock.release()
         if inode.nlink > 1 or self._nodes.has_siblings(inode.ino):
-            await self._announce(inode, content, naming=naming)
+            self._announce(inode, content)
         return True
 
     async def publish_together(self, contents: Iterable[Content]) -> None:
@@ -484,7 +480,7 @@ class Publisher(OnHost):
         await self._in_place.show_after_conflict(content)
         return name
 
-    async def _announce(self, inode: Inode, content: Content, *, naming: bool) -> None:
+    def _announce(self, inode: Inode, content: Content) -> None:
         """Announce a published version: other nodes and names of the file may still show the one before."""
         ino = inode.ino
         for node in self._nodes.of(ino) if self._nodes.has_siblings(ino) else ():
@@ -493,9 +489,4 @@ class Publisher(OnHost):
             if node.content is not content:
                 self._kernel.invalidate_attributes(node)
         if inode.nlink > 1:
-            names = self._store.namespace.names_of(ino)
-            if naming:
-                self._kernel.start_soon(self._kernel.expire_names, names)
-            else:
-                await detach()
-                await self._kernel.expire_names(names)
+            self._kernel.expire_names(self._store.namespace.names_of(ino))

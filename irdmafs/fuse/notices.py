@@ -65,6 +65,7 @@ class Notices(KernelCache):
         submounts: Submounts,
         tasks: Tasks,
     ) -> None:
+        super().__init__()
         self._connection = connection
         self._extents = extents
         self._atimes = atimes
@@ -100,12 +101,14 @@ class Notices(KernelCache):
     def forget_attributes(self, node: Node) -> bool:
         return self._connection.tell(wire.inval_inode(node.id, -1, 0))  # takes no lock
 
-    async def expire_names(self, names: list[Name]) -> None:
+    def expire_names(self, names: list[Name]) -> None:
         if self.can_forget:
             self._connection.tell(wire.inc_epoch())
-            return
-        for parent, name in names:
-            await self._tell_in_thread(wire.inval_entry(parent, name))
+        else:
+            super().expire_names(names)
+
+    async def expire_name(self, parent: int, name: bytes) -> None:
+        await self._tell_in_thread(wire.inval_entry(parent, name))
 
     def forget(self, nodes: Iterable[int], *, names: bool) -> None:
         # Neither takes a lock: a thread that waited for one could keep a killed daemon's mount alive.

@@ -17,7 +17,7 @@ from typing import Any
 import pyfuse3
 import trio
 
-from ..coherence.kernel_cache import KernelCache, Name
+from ..coherence.kernel_cache import KernelCache
 from ..coherence.nodes import Handle, Node, NodeTable
 from ..posix.calls import Attributes, Caller, Space
 from ..posix.filesystem import Filesystem
@@ -108,14 +108,14 @@ class PortableNotices(KernelCache):
     nothing that it cannot be made to forget."""
 
     def __init__(self, tasks: Tasks) -> None:
+        super().__init__()
         self._tasks = tasks
 
     def forget_attributes(self, node: Node) -> bool:
         return self._tasks.ended or _tell(pyfuse3.invalidate_inode, node.id, True)  # takes no lock
 
-    async def expire_names(self, names: list[Name]) -> None:
-        for parent, name in names:
-            await self._in_thread(pyfuse3.invalidate_entry, parent, name)
+    async def expire_name(self, parent: int, name: bytes) -> None:
+        await self._in_thread(pyfuse3.invalidate_entry, parent, name)
 
     async def forget_content(self, node: Node) -> None:
         await self._in_thread(pyfuse3.invalidate_inode, node.id, False)

@@ -68,7 +68,6 @@ class Silent(SimpleNamespace):
     def __getattr__(self, name: str) -> Callable[..., Any]:
         return lambda *args, **kwargs: None
 
-    async def expire_names(self, names: object) -> None: ...
     async def forget_content(self, node: object) -> None: ...
 
 

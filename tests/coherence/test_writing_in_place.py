@@ -123,36 +123,43 @@ def test_stores_that_the_kernel_keeps_are_seen_by_the_next_owner_of_a_lock(
     assert seen == b"\0\0\0\0\0\1"
 
 
-def test_a_close_does_not_wait_for_a_rename_that_waits_for_it(
-    pair: list[Path], process: TakeProcess
+# Each locks a file or a directory in the kernel, and waits for the daemon, or for the other lock.
+PUBLISH = "f = open(file, 'ab', 0); f.write(b'x'); f.close()"
+TRUNCATE = "os.truncate(file, number)"
+SYNC = "f = open(file, 'ab', 0); f.write(b'x'); os.fsync(f.fileno()); f.close()"
+RENAME = "open(file + '3', 'xb').close(); os.rename(file + '3', file + '2')"
+UNLINK = "os.unlink(file + '2')"
+
+
+@pytest.mark.parametrize(
+    ("write", "change"),
+    [(PUBLISH, RENAME), (TRUNCATE, UNLINK), (SYNC, UNLINK)],
+    ids=["close", "truncate", "fsync"],
+)
+def test_publishing_a_file_does_not_wait_for_changes_of_its_names(
+    pair: list[Path], process: TakeProcess, write: str, change: str
 ) -> None:
-    """The kernel locks directories during a rename, and below a mount that has another one below it, it
-    forgets names one by one, for which it locks their directories."""
+    """Below a mount that has another one below it, the kernel forgets names one by one, for which it locks
+    their directories."""
     directory = pair[0] / "directory"
-    below, first, second = directory / "below", directory / "first", directory / "second"
+    below, file = directory / "below", directory / "file"
     below.mkdir(parents=True)
     subprocess.run(["mount", "-t", "tmpfs", "none", below], check=True)
     try:
-        first.write_bytes(b"")
-        second.hardlink_to(first)
-        writer, renamer = process(), process()
-        writer.start(
-            "for _ in range(100):\n    with open(file, 'ab') as f: f.write(b'x')\n", file=str(first)
-        )
-        renamer.do(
-            "for _ in range(100):\n"
-            "    os.link(file, file + '2')\n"
-            "    open(file + '3', 'xb').close()\n"
-            "    os.rename(file + '3', file + '2')\n"
-            "    os.unlink(file + '2')\n",
-            file=str(first),
+        file.write_bytes(b"")
+        (directory / "other").hardlink_to(file)
+        writer, changer = process(), process()
+        writer.start(f"for number in range(1, 101): {write}", file=str(file))
+        changer.do(
+            f"for _ in range(100):\n    os.link(file, file + '2')\n    {change}\n"
+            "    if os.path.exists(file + '2'): os.unlink(file + '2')\n",
+            file=str(file),
         )
         writer.result()
     finally:
         subprocess.run(["umount", below], check=True)
-    assert [(pair[1] / "directory" / each).read_bytes() for each in ("first", "second")] == [
-        b"x" * 100
-    ] * 2
+    for name in ("file", "other"):
+        assert (pair[1] / "directory" / name).stat().st_size == 100
 
 
 def test_a_file_that_another_host_wrote_can_be_cut_without_being_opened(pair: list[Path]) -> None:
