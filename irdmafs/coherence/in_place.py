@@ -3,6 +3,7 @@
 import logging
 import os
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 
 from ..backend.files.extents import copy_contents, when_unlocked
 from ..backend.model.records import ContentId
@@ -120,9 +121,10 @@ class InPlace(OnHost):
                 if self._table.is_borrowed(content):
                     self._table.supersede(content)  # its last writer is leaving
                     return
-                if not content.state.writable:
-                    await self._begin(content)
-                await self._show(content, inode)
+                with self._opened(inode) as source:
+                    if not content.state.writable:
+                        await self._begin(content)
+                    await self._show(content, inode, source)
             await self.forget_pages(content)
 
     async def forget_pages(self, content: Content) -> None:
@@ -139,21 +141,26 @@ class InPlace(OnHost):
         try:
             inode = await self._store.bring(content.ino)
             if content.state.writable and not self._table.is_written(content, surely=True):
-                await self._show(content, inode)
+                with self._opened(inode) as source:
+                    await self._show(content, inode, source)
                 self._kernel.start_soon(self.forget_pages, content)
         except OSError as error:  # the next open or lock tries again
             where = self._store.namespace.describe(content.ino)
             log.warning("%s: the newest version cannot be shown yet: %s", where, error)
 
-    async def _show(self, content: Content, inode: Inode) -> None:
-        """Copy a version, which is on this host, into a writable content that has nothing unpublished."""
+    def _opened(self, inode: Inode) -> AbstractContextManager[int]:
+        """Return a context manager with a descriptor of a version's extent, 0 if there is none. A newer
+        version may take the extent away meanwhile."""
+        return self._store.extents.opened(inode.extent) if inode.extent else nullcontext(0)
+
+    async def _show(self, content: Content, inode: Inode, source: int) -> None:
+        """Copy a version into a writable content that has nothing unpublished."""
         extents = self._store.extents
 
         def copy(fd: int) -> Stamp:
             os.ftruncate(fd, inode.size)
             if inode.extent:
-                with extents.opened(inode.extent) as source:
-                    copy_contents(source, fd)
+                copy_contents(source, fd)
             os.utime(fd, ns=(os.fstat(fd).st_atime_ns, inode.mtime_ns))
             return stamp_of(os.fstat(fd))
 

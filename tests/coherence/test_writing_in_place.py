@@ -123,6 +123,24 @@ def test_stores_that_the_kernel_keeps_are_seen_by_the_next_owner_of_a_lock(
     assert seen == b"\0\0\0\0\0\1"
 
 
+def test_a_file_that_others_replace_all_the_time_is_shown_in_place(
+    pair: list[Path], reader: Process, writer: Process, process: TakeProcess
+) -> None:
+    """A version is superseded while it is copied into what programs here have open."""
+    here, there = pair[0] / "file", pair[1] / "file"
+    here.write_bytes(pattern(1, 300_000))
+    holder = process()
+    holder.do("f = open(file, 'r+b')", file=str(here))
+    reader.start(
+        "seen = 0\nwhile seen < 80: seen = version_of(open(file, 'rb').read())", file=str(here)
+    )
+    writer.do(
+        "for version in range(2, 81): open(file, 'wb').write(pattern(version, 300_000))",
+        file=str(there),
+    )
+    reader.result()
+
+
 # Each locks a file or a directory in the kernel, and waits for the daemon, or for the other lock.
 PUBLISH = "f = open(file, 'ab', 0); f.write(b'x'); f.close()"
 TRUNCATE = "os.truncate(file, number)"
