@@ -247,6 +247,7 @@ class Shared(Coherence):
         if self._promises and node is not None and self._cache.routes.promised(pid, node.ino):
             # It was settled, and counted, when the open came to the other node.
             node, inode = self._nodes.get(node_id)
+            inode = await self._refreshed(inode, content=not empties)
         else:
             if self._promises:
                 self._cache.routes.withdraw(pid, 0)  # it opens something else
@@ -272,12 +273,12 @@ class Shared(Coherence):
                 if not empties:
                     inode = await self._bring(inode)
                     self._store.count_open(inode.extent)
+                inode = await self._refreshed(inode, content=not empties)
             except OSError as error:
                 if error.errno == errno.ESTALE and name is not None:
                     await self._lead_on(name, flags, pid, node)
                     self._trails.expect(pid, way.names, name, flags)
                 raise
-        inode = await self._refreshed(inode, content=not empties)
         return node, inode, None if name is None else name[:2]
 
     async def _lead_on(
