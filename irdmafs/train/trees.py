@@ -236,7 +236,7 @@ def _walk(path: Path) -> Folder:
         below = path / entry.name
         with contextlib.suppress(OSError):
             if entry.is_dir(follow_symlinks=False):
-                folders[entry.name] = look(below)
+                folders[entry.name] = look(below)._replace(ino=entry.inode())
             elif len(there) <= _NAMES_MAX and entry.is_file(follow_symlinks=False):
                 status = below.lstat()
                 if is_published(below, status):

@@ -32,21 +32,21 @@ def folders(training_mount: Mount, tmp_path: Path) -> list[Path]:
     return found
 
 
-def by_path(folder: Folder, above: str = "") -> dict[str, Seen | None]:
+def by_path(folder: Folder, above: str = "") -> dict[str, Seen | int]:
     """Return all files and directories."""
-    found: dict[str, Seen | None] = {above + name: file for name, file in folder.files.items()}
+    found: dict[str, Seen | int] = {above + name: file for name, file in folder.files.items()}
     for name, below in folder.folders.items():
-        found[above + name] = None
+        found[above + name] = below.ino
         found |= by_path(below, f"{above}{name}/")
     return found
 
 
-def walked(path: Path) -> dict[str, Seen | None]:
-    found: dict[str, Seen | None] = {}
+def walked(path: Path) -> dict[str, Seen | int]:
+    found: dict[str, Seen | int] = {}
     for above, names, files in os.walk(path):
         for name in names:
             if not os.path.islink(f"{above}/{name}"):
-                found[os.path.relpath(f"{above}/{name}", path)] = None
+                found[os.path.relpath(f"{above}/{name}", path)] = os.stat(f"{above}/{name}").st_ino
         for name in files:
             file = Path(above, name)
             if not file.is_symlink() and file.stat().st_size:
