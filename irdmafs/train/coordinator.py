@@ -282,7 +282,7 @@ class Coordinator:
         if not self._train.layout.parts.keys() <= there.folders.keys():
             return False
         if config.whole_every and plan.version % config.whole_every == 0:
-            assemble(self._train, plan.version, target)
+            assemble(self._train, plan.version, target, there)
         for name in there.names:
             # Norms and complaints are not needed any more; a killed process was writing names with a dot.
             if name.startswith(NOT_KEPT):

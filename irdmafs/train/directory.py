@@ -20,7 +20,7 @@ from .config import TrainConfig
 from .errors import TrainError
 from .layout import ModelLayout, Shard
 from .plan import Plan
-from .trees import NOTHING, WALKED, Directory, Folder, Seen, count_changes, look, seen
+from .trees import NOTHING, WALKED, Directories, Directory, Folder, Seen, count_changes, look, seen
 
 T = TypeVar("T")
 
@@ -73,6 +73,8 @@ class TrainDirectory:
     def reopen(self) -> None:
         """Open the directories anew, as their mount may have been. Raises OSError."""
         self._opened: dict[str, Directory] = {}
+        # Those of pushes and of parts.
+        self.directories = Directories()
         self._config: tuple[Seen, TrainConfig] | None = None
         self._layout: ModelLayout | None = None
         # Plans by their files: the last ones that were read. A plan never changes.

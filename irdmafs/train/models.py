@@ -29,6 +29,7 @@ from .config import TrainConfig
 from .directory import (
     FOLDERS,
     NOT_KEPT,
+    PARAMS,
     PLAN,
     TrainDirectory,
     make_new,
@@ -45,7 +46,7 @@ from .reduction import first_state
 from .rules import make_rule
 from .shard_files import ShardFile, gather
 from .status import how_to_reduce
-from .trees import Directory
+from .trees import Folder, look
 
 # Other files of the models' directory are kept up to this size and number: each version has links to them.
 _KEPT_MAX_BYTES = 64 << 20
@@ -63,15 +64,16 @@ _REMOVALS_MAX = 20
 # -- the files of a version --------------------------------------------------------------------------
 
 
-def assemble(train: TrainDirectory, number: int, version: Path) -> None:
-    """Make the model's files of a version, which lies there, from its shards. Raises OSError."""
+def assemble(train: TrainDirectory, number: int, version: Path, there: Folder) -> None:
+    """Make the model's files of a version from its shards. `there`: what is in its directory. Raises
+    OSError."""
     layout = train.layout
     files, shards = layout.files, layout.shards
     if len(files) == len(shards) == 1:
         with contextlib.suppress(FileExistsError):
             os.link(params_of(version, shards[0]), version / files[0])
     else:
-        values = gather(layout, partial(_open_shard, version, number))
+        values = gather(layout, partial(_open_shard, train, number, version, there))
         for file in files:
             tensors = {one.name: values[one.name] for one in layout.parameters if one.file == file}
             _replace(version / file, list(encode(tensors, {"format": "pt"})))
@@ -82,9 +84,12 @@ def assemble(train: TrainDirectory, number: int, version: Path) -> None:
         _replace(version / shown(name), [memoryview(msgspec.json.encode(index))])
 
 
-def _open_shard(version: Path, number: int, shard: Shard) -> ShardFile:
-    path = params_of(version, shard)
-    return ShardFile(path.name, Directory(path.parent), version=number)
+def _open_shard(
+    train: TrainDirectory, number: int, version: Path, there: Folder, shard: Shard
+) -> ShardFile:
+    ino = there.folder(shard.part, PARAMS).ino
+    folder = train.directories.get(ino, params_of(version, shard).parent)
+    return ShardFile(shard.name, folder, version=number)
 
 
 def _replace(path: Path, contents: list[memoryview]) -> None:
@@ -225,7 +230,7 @@ def _make(
     for shard in layout.shards:
         first_state(first / shard.part, shard, arrays, rule)
     (first / PLAN).write_bytes(msgspec.json.encode(first_plan(config)))
-    assemble(train, 0, first)
+    assemble(train, 0, first, look(first))
     os.rename(first, train.version(0))
     train.status.write_text(f"version   0\nwaits for a reducer: {how_to_reduce(train)}\n")
     train.config_path.write_text(config.toml())
@@ -269,7 +274,7 @@ def end(directory: StrPath) -> int:
     train = TrainDirectory(directory)
     layout, newest = train.layout, train.newest_plan().version
     version = train.version(newest)
-    assemble(train, newest, version)
+    assemble(train, newest, version, train.in_version(newest))
     for name in (*layout.files, *layout.indices):
         path = train.models / name
         kept = path.with_name(f".{name}.{os.getpid()}")

@@ -18,7 +18,7 @@ from .errors import Refused, invalid
 from .layout import Shard
 from .plan import Push
 from .pushes import STEP, arrays_of, check_finite, name_in_shards, slices_of
-from .trees import Directories, Directory
+from .trees import Directory
 
 # Shards that are written at once: so many that the link is never idle, so few that one is there soon.
 _AT_ONCE = 3
@@ -31,7 +31,6 @@ class Staging:
         """Make the directory, and remove those of workers that had the name before. Raises OSError."""
         self.train = train
         self.path = train.make_home(worker, is_part=False)
-        self._directories = Directories()
 
     def begin(self, name: str, counted: Path | None) -> tuple[Path, Directory]:
         """Return a directory for the files of a push. It is that of the worker's last push, if that has
@@ -45,11 +44,10 @@ class Staging:
                 is_anew = True
         if not is_anew:
             path.mkdir()
-        return path, self._directories.open(path)
+        return path, self.train.directories.open(path)
 
     def remove(self) -> None:
         """Remove the directory. Raises OSError."""
-        self._directories.close()
         self.train.discard(self.path)
 
 

@@ -36,7 +36,7 @@ from .pushes import STEP, check_shard, push_in_shards
 from .reduction import PartFolders, Reduction
 from .shard_files import ShardFile
 from .status import complain
-from .trees import Directories, Directory, Folder, Seen, Trees, is_published, look
+from .trees import Folder, Seen, Trees, is_published, look
 
 log = logging.getLogger(__name__)
 
@@ -79,10 +79,6 @@ class Staged:
         self._opened: dict[str, Foreseen] = {}
         # The last plan that was made, and what was in push/ after that.
         self._published: tuple[Plan, Folder] | None = None
-        self._directories = Directories()
-
-    def close(self) -> None:
-        self._directories.close()
 
     def plan(self, config: TrainConfig, newest: Plan) -> Plan | None:
         """Return the next plan, if it can be foreseen. Raises OSError and TrainError."""
@@ -129,10 +125,10 @@ class Staged:
 
     def _open(self, push: _Push, shard: Shard, step: int) -> tuple[ShardFile, Seen] | None:
         before = push.folder.files.get(shard.name)
-        if before is None or self._directories.was_used(before):
+        if before is None or self._train.directories.was_used(before):
             return None
         try:
-            directory = self._directories.get(push.folder.ino, push.path)
+            directory = self._train.directories.get(push.folder.ino, push.path)
             most = self._train.layout.header_max_bytes
             file = ShardFile(shard.name, directory, header_max_bytes=most)
             if file.seen.ino == before.ino and file.header.metadata.get(STEP) == str(step):
@@ -141,7 +137,7 @@ class Staged:
         except (OSError, FormatError, Refused):
             # The file is not there yet, or not as it should be: the reducer finds out when there is a plan.
             return None
-        self._directories.note_used(before)
+        self._train.directories.note_used(before)
         return None
 
     def published(self, plan: Plan) -> Folder:
@@ -150,23 +146,23 @@ class Staged:
             self._published = (plan, self._trees.look_again(self._train.push))
         return self._published[1]
 
-    def open_published(self, shard: Shard, name: str) -> ShardFile:
+    def open_published(self, shard: Shard, plan: Plan, name: str) -> ShardFile:
         """Return the file with a shard of a push by its name. Raises Refused, FormatError and OSError."""
         path, most = self._train.push / name, self._train.layout.header_max_bytes
-        try:
-            directory = Directory(path)
-        except NotADirectoryError:
-            file, cut = ShardFile(path, header_max_bytes=most), False
+        # The mount was told of the push before it was told of the plan.
+        there = self.published(plan).folders.get(name)
+        if there is None:
+            file = ShardFile(path, header_max_bytes=most)
         else:
-            # The mount was told of the push before it was told of the plan.
-            file, cut = ShardFile(shard.name, directory, header_max_bytes=most), True
-        check_shard(shard, file.header, cut=cut)
+            directory = self._train.directories.get(there.ino, path)
+            file = ShardFile(shard.name, directory, header_max_bytes=most)
+        check_shard(shard, file.header, cut=there is not None)
         return file
 
     def used(self, foreseen: Foreseen) -> None:
         """Note that these files were summed: they are not opened again before they are written anew."""
         for one in foreseen.seen.values():
-            self._directories.note_used(one)
+            self._train.directories.note_used(one)
 
 
 class Part:
@@ -180,7 +176,6 @@ class Part:
         self._blocks = blocks
         self._staged = staged
         self._home = train.make_home(name, is_part=True)
-        self._directories = Directories()
         # The version whose directory is there, its directories, and its shards.
         self._version: int | None = None
         self._folders: PartFolders | None = None
@@ -244,7 +239,7 @@ class Part:
         if self._begun is None or self._begun[0] != target:
             open_push = self._staged.open_published
             begun = {
-                shard.name: self._reduction(shard, plan, partial(open_push, shard))
+                shard.name: self._reduction(shard, plan, partial(open_push, shard, plan))
                 for shard in missing
             }
             self._begun = (target, begun)
@@ -309,8 +304,9 @@ class Part:
         return self._before[1]
 
     def _open(self, path: Path, there: Folder) -> PartFolders:
+        directories = self._train.directories
         params, state = (
-            self._directories.get(there.folder(name).ino, path / name) for name in (PARAMS, STATE)
+            directories.get(there.folder(name).ino, path / name) for name in (PARAMS, STATE)
         )
         return PartFolders(params, state, there.folder(STATE).names)
 

@@ -77,7 +77,6 @@ class Reducer(Closing):
     def close(self) -> None:
         self._leave_parts()
         self._trees.close()
-        self._staged.close()
         self._blocks.close()
         self.train.close()
 

@@ -22,7 +22,7 @@ from ..client._dtypes import Array, DType, array_of
 from ..client._safetensors import HEADER_MAX_BYTES, Head, Header, header_text, parse_header
 from .directory import LOOK_S, PARAMS, VERSION, TrainDirectory, owner_of
 from .layout import ModelLayout, Shard, Slice
-from .trees import GATHER_S, Directories, Directory, Folder, Seen, look, seen
+from .trees import GATHER_S, Directory, Folder, Seen, look, seen
 
 T = TypeVar("T")
 
@@ -187,20 +187,14 @@ class Prefetch:
     """Fetches the parameters of a version that is being made, in a thread, until take() or close()."""
 
     def __init__(
-        self,
-        train: TrainDirectory,
-        version: int,
-        directories: Directories,
-        out: Mapping[str, Any] | None,
-        *,
-        shown: bool,
+        self, train: TrainDirectory, version: int, out: Mapping[str, Any] | None, *, shown: bool
     ) -> None:
-        """`directories`: of earlier parts, which are added to. `out`: arrays or tensors that each shard
-        is copied into once it is here; the version may get another yet. `shown`: as in ShardFile."""
+        """`out`: arrays or tensors that each shard is copied into once it is here; the version may get
+        another yet. `shown`: as in ShardFile."""
         self.out = out
         self._version = version
         self._train, self._layout = train, train.layout
-        self._directories = directories
+        self._directories = train.directories
         self._shown = shown
         self._fetches: dict[str, _Fetch] = {}
         self._pool = ThreadPoolExecutor(_AT_ONCE, "prefetch")

@@ -25,7 +25,6 @@ from .plan import Plan, Push, is_foreseen, may_pull
 from .pushes import arrays_of, check_turn, inspect, name_in_shards
 from .shard_files import Prefetch, ShardFile, copy_shard, gather, in_parallel
 from .status import Watch, is_reduced, no_reducer
-from .trees import Directories
 
 # Arrays or tensors by parameter, into which those of a version are copied.
 Out: TypeAlias = Mapping[str, Any] | None
@@ -60,8 +59,6 @@ class Worker(Closing):
         self._watch = Watch(self.train, self.name)
         self._looked_s = 0.0
         self._in_turns = self._turns()
-        # The versions that were pulled.
-        self._directories = Directories()
         self._prefetch: Prefetch | None = None
         # True if the last pull gave arrays that show the version's files: the next one probably does, too.
         self._shows = False
@@ -138,7 +135,6 @@ class Worker(Closing):
             self._staging.remove()
             remove(self.train.workers / self.name)
         self._lock.close()
-        self._directories.close()
         self.train.close()
 
     # -- push --------------------------------------------------------------------------------------
@@ -193,7 +189,6 @@ class Worker(Closing):
         pushed = self._pushed
         self._lock.close()
         self.train.reopen()
-        self._directories.close()
         try:
             self._take_part()
         except TrainError as error:
@@ -298,7 +293,7 @@ class Worker(Closing):
         self._check_out(out)
         before = self.version if self.version >= 0 else self.train.newest()
         shown = out is None and self._shows
-        self._prefetch = Prefetch(self.train, before + 1, self._directories, out, shown=shown)
+        self._prefetch = Prefetch(self.train, before + 1, out, shown=shown)
 
     def _end_prefetch(self) -> None:
         prefetch, self._prefetch = self._prefetch, None
@@ -347,5 +342,5 @@ class Worker(Closing):
             return found
         path = params_of(self.train.version(version), shard)
         file = ShardFile(path, version=version, shown=shown)
-        self._directories.note_used(file.seen)
+        self.train.directories.note_used(file.seen)
         return file
