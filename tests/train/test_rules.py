@@ -223,12 +223,6 @@ def test_options_are_those_of_the_declaration() -> None:
     assert options_of("adamw")["weight_decay"] == 0.01
 
 
-def test_state_depends_on_the_options() -> None:
-    assert make_rule("sgd", {}).state == ()
-    assert make_rule("sgd", {"momentum": 0.9}).state == ("momentum",)
-    assert make_rule("adam", {}).state == ("exp_avg", "exp_avg_sq")
-
-
 def test_a_rule_says_what_it_is_given() -> None:
     means = {name for name, rule in RULES.items() if rule.combine == "mean"}
     assert set(RULES) - means == {"sum"}

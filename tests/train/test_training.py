@@ -241,16 +241,6 @@ def test_pull_copies_into_arrays_of_the_caller_in_any_order(run: Path) -> None:
             worker.pull({"norm": np.zeros(4, np.float32)})
 
 
-def test_open_push_of_one_shard_leaves_nothing_where_it_was_written(run: Path) -> None:
-    start(run)
-    with Worker(run, "w") as worker:
-        push = worker.begin_push()
-        push.put("norm", ones()["norm"])
-        push.finish()
-        (staging,) = worker.train.staging.iterdir()
-        assert list(staging.iterdir()) == []
-
-
 def test_arrays_that_were_pulled_stay_when_their_version_is_removed(run: Path) -> None:
     start(run, model(), keep=2, sync="async")
     with Reducer(run) as reducer, Worker(run, "a") as worker:
