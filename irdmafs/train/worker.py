@@ -15,11 +15,11 @@ from typing import Any, TypeAlias
 
 from ..client._files import Closing
 from .config import is_worker_name
-from .directory import LOOK_S, TrainDirectory, params_of, remove
+from .directory import LOOK_S, TrainDirectory, move, params_of, remove
 from .errors import Refused, TrainError
 from .layout import Shard, in_turns
 from .liveness import Lock, is_locked
-from .open_push import OpenPush, Staging
+from .open_push import OpenPush
 from .placement import host_of
 from .plan import Plan, Push, is_foreseen, may_pull
 from .pushes import arrays_of, check_turn, inspect, name_in_shards
@@ -80,9 +80,10 @@ class Worker(Closing):
         TrainError and OSError."""
         self._lock = self._join(self._progress()[1])
         try:
-            self._staging = Staging(self.train, self.name)
+            # The directory in staging/ in which nobody else writes.
+            self._home = self.train.make_home(self.name, is_part=False)
             if not self._lock.is_held:
-                self._staging.remove()
+                self.train.discard(self._home)
                 raise self._taken()
             self._pushed, self.step = self._progress()
         except BaseException:
@@ -132,7 +133,7 @@ class Worker(Closing):
         """Take part no longer: nobody waits for this worker any more. What it pushed counts."""
         self._end_prefetch()
         if self._lock.is_held:
-            self._staging.remove()
+            self.train.discard(self._home)
             remove(self.train.workers / self.name)
         self._lock.close()
         self.train.close()
@@ -170,15 +171,27 @@ class Worker(Closing):
     def _open_push(self, weight: float, lr: float | None, out: Out) -> OpenPush:
         if not self._lock.is_held:
             self._take_part_again()
-        expected = self._next_push(weight, lr)
-        noting = partial(self._watch.noting, name_in_shards(expected))
+        name = name_in_shards(self._next_push(weight, lr))
+        noting = partial(self._watch.noting, name)
         with noting():
             self.config = self.train.config()
         self._begin_prefetch(out)
         return OpenPush(
-            self._in_turns, self._staging, expected, self._watch.counted(),
+            self.train, self._in_turns, self._make_staged(name), self.step + 1,
             finite=self.config.nonfinite == "refuse", publish=self._publish, noting=noting,
         )  # fmt: skip
+
+    def _make_staged(self, name: str) -> Path:
+        """Make a directory for the files of a push: that of the last one, if it has counted, as writing its
+        files anew costs half of making new ones. Raises OSError."""
+        path, counted = self._home / name, self._watch.counted()
+        if counted is not None:
+            # If the worker was taken for dead meanwhile, the coordinator has put it aside.
+            with contextlib.suppress(FileNotFoundError):
+                move(counted, path)
+                return path
+        path.mkdir()
+        return path
 
     def _next_push(self, weight: float, lr: float | None) -> Push:
         self._weight, self._lr = float(weight), None if lr is None else float(lr)
