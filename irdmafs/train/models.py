@@ -149,7 +149,7 @@ def begin(directory: StrPath, config: TrainConfig, *, shards: int | None = None)
     """Train the models in a directory: all its .safetensors files. They become links to the newest
     version.
 
-    `shards`: how many parts are reduced apart; None: one for each store node. Raises TrainError and
+    `shards`: how many parts are reduced apart; None: as placement says. Raises TrainError and
     OSError, after which the directory is as it was.
     """
     train = TrainDirectory(directory)
