@@ -181,12 +181,13 @@ class Part:
         self._folders: PartFolders | None = None
         # The plan by which each shard was made: a foreseen one has the files that it was made from.
         self._made: dict[str, Plan | Foreseen] = {}
-        # Reductions that wait for the norms of other parts, and where their version is being made.
-        self._begun: tuple[Path, dict[str, Reduction]] | None = None
+        # Reductions that wait for the norms of other parts, and their plan: the next one may be in a
+        # directory of the same name.
+        self._begun: tuple[Plan, dict[str, Reduction]] | None = None
         # The version before the last plan, and its directories.
         self._before: tuple[int, PartFolders] | None = None
-        # The last: where a version is being made, and the push.
-        self._complaint: tuple[Path, str] | None = None
+        # The last: the plan, and the push.
+        self._complaint: tuple[Plan, str] | None = None
 
     def foresee(self, plan: Plan) -> bool:
         """Make the next shard for which all pushes of a foreseen plan are there; return whether there was
@@ -225,7 +226,7 @@ class Part:
             return False
         except BadPush as bad:
             self._begun = None
-            return self._complain(target, bad)
+            return self._complain(target, plan, bad)
         self._version = self._begun = None
         return True
 
@@ -236,13 +237,13 @@ class Part:
         missing = self._missing(plan)
         if not missing:
             return True
-        if self._begun is None or self._begun[0] != target:
+        if self._begun is None or self._begun[0] is not plan:
             open_push = self._staged.open_published
             begun = {
                 shard.name: self._reduction(shard, plan, partial(open_push, shard, plan))
                 for shard in missing
             }
-            self._begun = (target, begun)
+            self._begun = (plan, begun)
         reductions = self._begun[1]
         norms: list[float] = []
         if plan.clip_norm:
@@ -336,11 +337,12 @@ class Part:
         self._folders = self._open(path, there)
         return self._folders
 
-    def _complain(self, target: Path, bad: BadPush) -> bool:
+    def _complain(self, target: Path, plan: Plan, bad: BadPush) -> bool:
         """Tell the coordinator of a bad push; return False if it was told before."""
-        if self._complaint == (target, bad.path):
+        told = self._complaint
+        if told is not None and told[0] is plan and told[1] == bad.path:
             return False
-        self._complaint = (target, bad.path)
+        self._complaint = (plan, bad.path)
         with contextlib.suppress(FileNotFoundError):
             complain(target, self._name, bad)
         return True

@@ -36,7 +36,7 @@ from safetensors.numpy import load_file, save_file
 from irdmafs.train import Reducer, TrainError, Worker, begin, end
 from irdmafs.train.config import TrainConfig
 from irdmafs.train.coordinator import Coordinator
-from irdmafs.train.directory import TrainDirectory
+from irdmafs.train.directory import TrainDirectory, move
 from irdmafs.train.liveness import Lock, is_locked
 from irdmafs.train.trees import Trees, look
 
@@ -406,7 +406,12 @@ def test_what_is_put_aside_does_not_pile_up_on_a_slow_host(
         assert len(os.listdir(run / ".train" / "aside")) < 5
 
 
-def test_version_that_is_planned_anew_under_its_name_is_made(run: Path) -> None:
+@pytest.mark.parametrize("value", [1, np.nan])
+def test_version_that_is_planned_anew_under_its_name_is_made(
+    run: Path, monkeypatch: pytest.MonkeyPatch, value: float
+) -> None:
+    """Also if reducers have to tell of a bad push once more."""
+    monkeypatch.setattr("irdmafs.train.open_push.check_finite", lambda _: None)
     start(run, shards=2)
     lock = Lock(run / ".train" / "reducers" / "coordinator")
     assert lock.hold()
@@ -414,21 +419,39 @@ def test_version_that_is_planned_anew_under_its_name_is_made(run: Path) -> None:
         train = reducer.train
         coordinator = Coordinator(train, Trees())
 
-        def coordinate() -> None:
-            newest = train.newest_plan()
-            made = train.making(newest.version + 1, look(train.next))
-            coordinator.step(train.config(), newest, made)
+        def coordinate() -> bool:
+            plan = train.newest_plan()
+            made = train.making(plan.version + 1, look(train.next))
+            coordinator.step(train.config(), plan, made)
+            return newest(run) == 1
 
-        worker.push(ones())
+        worker.push(ones(value))
         coordinate()
         reduce(reducer)
         shutil.rmtree(train.next / "1")
-        coordinate()
-        target = train.next / "1"
-        reduce_until(reducer, lambda: {"0", "1"} <= set(os.listdir(target)), "it is made")
-        coordinate()
+        reduce_until(reducer, coordinate, "it is made")
     lock.close()
-    assert newest(run) == 1
+
+
+def test_version_that_is_planned_once_more_when_it_was_made_holds_nobody_up(
+    run: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By a coordinator that was taken for dead, and saw no version since."""
+    start(run)
+
+    def commit(path: Path, target: Path) -> None:
+        move(path, target)
+        if target.name == "1":
+            path.mkdir()
+            shutil.copy(target / "version.json", path)
+
+    with Worker(run, "w") as worker, Reducer(run) as reducer:
+        monkeypatch.setattr("irdmafs.train.coordinator.move", commit)
+        for _ in range(2):
+            worker.push(ones())
+            for _ in range(20):
+                reducer.step()
+        assert newest(run) == 2
 
 
 def test_part_of_a_reducer_that_ended_is_taken_over(run: Path) -> None:
