@@ -71,6 +71,8 @@ class Coordinator:
         self._config: TrainConfig | None = None
         self._pushes: dict[str, Push] = {}
         self._bad: dict[str, Seen] = {}
+        # The files of pushes when they were read.
+        self._files: dict[str, Seen | None] = {}
         # When names in push/ were looked at last.
         self._looks: dict[str, int] = {}
         self._members: set[str] = set()
@@ -158,12 +160,16 @@ class Coordinator:
             return False
 
     def _find_pushes(self, config: TrainConfig, newest: Plan) -> list[Push]:
-        """Return what is in push/, as far as it was read. A push that was read once is not read again."""
+        """Return what is in push/, as far as it was read. A push is read once, and again if it is a file
+        that was written anew."""
         there = self._trees.look(self._train.push)
         names = set(there.names)
-        for known in (self._pushes, self._bad, self._looks):
+        for known in (self._pushes, self._bad, self._looks, self._files):
             for name in known.keys() - names:
                 del known[name]
+        for name in [*self._pushes]:
+            if self._files.get(name) != there.files.get(name):
+                del self._pushes[name]
         if config != self._config:
             self._config = config
             self._bad.clear()
@@ -173,7 +179,7 @@ class Coordinator:
             self._looks[name] = time.monotonic_ns()
             push = self._look_at(config, newest, name, there.folders.get(name))
             if push is not None:
-                self._pushes[name] = push
+                self._pushes[name], self._files[name] = push, there.files.get(name)
             if time.monotonic() > until_s:
                 break
         for push in list(self._pushes.values()):

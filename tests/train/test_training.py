@@ -286,6 +286,20 @@ def test_two_files_of_one_worker_count_one_after_the_other(run: Path, tmp_path: 
     assert everywhere(run, 3)
 
 
+def test_file_that_is_written_anew_before_it_is_planned_counts_as_it_is(
+    run: Path, tmp_path: Path
+) -> None:
+    start(run)
+    with Reducer(run) as reducer, Worker(run, "b") as worker:
+        for weight in ("1", "3"):
+            save_file(ones(), tmp_path / "push", metadata={"weight": weight})
+            shutil.copyfile(tmp_path / "push", reducer.train.push / "a@1.safetensors")
+            reduce(reducer)
+        worker.push(ones())
+        reduce_until(reducer, lambda: newest(run) == 1, "both count")
+    assert everywhere(run, 4)
+
+
 def test_status_says_who_is_waited_for(run: Path) -> None:
     start(run)
     with Reducer(run) as reducer, Worker(run, "here") as here, Worker(run, "there"):
