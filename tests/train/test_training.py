@@ -97,6 +97,8 @@ def test_bsp_waits_for_every_worker(run: Path, shards: int) -> None:
         assert newest(run) == 0
         with pytest.raises(TimeoutError, match="who is waited for"):
             a.pull(timeout_s=0.05)
+        status = reducer.train.status
+        reduce_until(reducer, lambda: "waits for b\n" in status.read_text(), "the status tells it")
         push_and_reduce(reducer, b, ones(2))
         assert newest(run) == 1
         assert everywhere(run, 3)
@@ -298,17 +300,6 @@ def test_file_that_is_written_anew_before_it_is_planned_counts_as_it_is(
         worker.push(ones())
         reduce_until(reducer, lambda: newest(run) == 1, "both count")
     assert everywhere(run, 4)
-
-
-def test_status_says_who_is_waited_for(run: Path) -> None:
-    start(run)
-    with Reducer(run) as reducer, Worker(run, "here") as here, Worker(run, "there"):
-        here.push(ones())
-        reduce_until(
-            reducer,
-            lambda: "waits for there\n" in (run / ".train" / "status").read_text(),
-            "the status tells of the worker",
-        )
 
 
 def test_status_tells_how_far_each_worker_is(run: Path) -> None:
