@@ -109,7 +109,7 @@ class Coordinator:
             self._show_status(config, newest, found)
             names = {*self._trees.look(self._train.push).names}
             return bool(names - self._looks.keys() - self._pushes.keys())
-        self._write_plan(self._train.attempt(plan.version, 0), plan)
+        self._write_plan(self._train.next / str(plan.version), plan)
         return True
 
     def _show_status(self, config: TrainConfig, newest: Plan, found: Sequence[Push]) -> None:
@@ -149,7 +149,7 @@ class Coordinator:
             return False
         log.warning("%s: gone while it was counted: %s", self._train.models, ", ".join(gone))
         attempt = int(target.name.partition(".")[2] or 0) + 1
-        self._write_plan(self._train.attempt(plan.version, attempt), without(plan, gone))
+        self._write_plan(self._train.next / f"{plan.version}.{attempt}", without(plan, gone))
         return True
 
     def _is_usable(self, name: str) -> bool:

@@ -194,7 +194,6 @@ class Prefetch:
         self.out = out
         self._version = version
         self._train, self._layout = train, train.layout
-        self._directories = train.directories
         self._shown = shown
         self._fetches: dict[str, _Fetch] = {}
         self._pool = ThreadPoolExecutor(_AT_ONCE, "prefetch")
@@ -215,7 +214,7 @@ class Prefetch:
                 continue
             if there.folder(shard.part, PARAMS).files.get(shard.name) == fetch.status:
                 found[shard.name] = fetch.file.result()
-                self._directories.note_used(fetch.status)
+                self._train.directories.note_used(fetch.status)
         return found
 
     def close(self) -> None:
@@ -259,12 +258,12 @@ class Prefetch:
 
     def _fetch_shard(self, path: Path, folder: Folder, shard: Shard) -> None:
         before = folder.files.get(shard.name)
-        if before is None or self._directories.was_used(before):
+        if before is None or self._train.directories.was_used(before):
             return
         with self._lock, contextlib.suppress(FileNotFoundError):
             if not self._ended:
                 # If its part was published meanwhile, the next look finds the file there.
-                directory = self._directories.get(folder.ino, path)
+                directory = self._train.directories.get(folder.ino, path)
                 file = self._pool.submit(self._open, shard, directory, before)
                 self._fetches[shard.name] = _Fetch(before, file)
 
@@ -273,7 +272,7 @@ class Prefetch:
             file = ShardFile(shard.name, directory, version=self._version, shown=self._shown)
         except (FileNotFoundError, FormatError):
             # The file is of an earlier version, and will be written anew.
-            self._directories.note_used(before)
+            self._train.directories.note_used(before)
             with self._lock:
                 del self._fetches[shard.name]
             raise
