@@ -313,6 +313,11 @@ def read_small(path: Path) -> bytes:
         os.close(fd)
 
 
+def hidden(path: Path) -> Path:
+    """Return a path beside this one that nobody else has, as other containers may have a process id."""
+    return path.with_name(f".{path.name.strip('.')[:200]}.{secrets.token_hex(8)}")
+
+
 def move(path: Path, target: Path) -> None:
     """Rename a directory. Another host may have moved it to `path`, or something else to `target`. Raises
     FileExistsError if something is there, and OSError."""
@@ -343,7 +348,7 @@ def make_new(path: Path, contents: Iterable[memoryview]) -> None:
     except OSError as error:
         if error.errno not in (errno.EOPNOTSUPP, errno.EISDIR):
             raise
-        temporary = path.with_name(f".{path.name}.{os.uname().nodename}.{os.getpid()}")
+        temporary = hidden(path)
         temporary.write_bytes(b"".join(contents))
         _files.rename(temporary, path, _files.RENAME_NOREPLACE)
         return

@@ -32,6 +32,7 @@ from .directory import (
     PARAMS,
     PLAN,
     TrainDirectory,
+    hidden,
     make_new,
     make_part,
     params_of,
@@ -164,7 +165,7 @@ def begin(directory: StrPath, config: TrainConfig, *, shards: int | None = None)
         raise TrainError(f"{train.models} has no .safetensors file: put the model there first")
     values = _read_models(files)
     indexed = _read_indices(train.models, {file.name for file in files})
-    made = TrainDirectory(directory, f".train.{os.uname().nodename}.{os.getpid()}")
+    made = TrainDirectory(directory, hidden(train.path).name)
     try:
         layout = _make(made, config, values, tuple(indexed), shards)
         # Whole from the moment when it has its name, which fails if another has it.
@@ -191,7 +192,7 @@ def begin(directory: StrPath, config: TrainConfig, *, shards: int | None = None)
 
 def _lead(path: Path, name: str) -> None:
     """Make a file a link to one of the newest version. Raises OSError."""
-    link = path.with_name(f".{path.name}.{os.getpid()}")
+    link = hidden(path)
     link.symlink_to(f".train/since/0/{name}")
     os.replace(link, path)
 
@@ -277,12 +278,10 @@ def end(directory: StrPath) -> int:
     assemble(train, newest, version, train.in_version(newest))
     for name in (*layout.files, *layout.indices):
         path = train.models / name
-        kept = path.with_name(f".{name}.{os.getpid()}")
-        # A beginning that was interrupted may have left it.
-        kept.unlink(missing_ok=True)
+        kept = hidden(path)
         os.link(version / name, kept)
         os.replace(kept, path)
-    ended = train.path.with_name(f".train.{os.uname().nodename}.{os.getpid()}")
+    ended = hidden(train.path)
     os.rename(train.path, ended)
     _remove_ended(ended)
     return newest

@@ -15,7 +15,7 @@ from typing import Any, TypeAlias
 
 from ..client._files import Closing
 from .config import is_worker_name
-from .directory import LOOK_S, TrainDirectory, move, params_of, remove
+from .directory import LOOK_S, TrainDirectory, hidden, move, params_of, remove
 from .errors import Refused, TrainError
 from .layout import Shard, in_turns
 from .liveness import Lock, is_locked
@@ -117,15 +117,15 @@ class Worker(Closing):
         path = self.train.workers / self.name
         if is_locked(path):
             raise self._taken()
-        hidden = path.with_name(f".{self.name}.{os.getpid()}")
-        lock = Lock(hidden)
+        beside = hidden(path)
+        lock = Lock(beside)
         try:
             held = lock.hold(b"%d" % clock)
             assert held, "nobody else has this name"
-            os.rename(hidden, path)
+            os.rename(beside, path)
         except BaseException:
             lock.close()
-            remove(hidden)
+            remove(beside)
             raise
         return lock
 

@@ -343,6 +343,23 @@ def test_training_begins_and_ends_with_the_files_of_the_model(run: Path) -> None
     assert load_file(run / "other.safetensors")["b"].astype(np.float32).tolist() == [[2] * 3] * 2
 
 
+def test_what_a_killed_program_has_left_is_in_the_way_of_none_of_the_same_number(run: Path) -> None:
+    """A program that is started again in a container has the number that it had."""
+    run.mkdir()
+    save_file(zeros(), run / "model.safetensors")
+    for left in (
+        f".train.{os.uname().nodename}.{os.getpid()}",
+        f".model.safetensors.{os.getpid()}",
+    ):
+        (run / left / "push").mkdir(parents=True)
+    begin(run, TrainConfig())
+    lock = Lock(run / ".train" / "workers" / f".a.{os.getpid()}")
+    assert lock.hold(), "it is on another host, just before it takes part"
+    with Worker(run, "a"):
+        lock.close()
+    assert end(run) == 0
+
+
 @pytest.mark.parametrize("what", ["irdmafs.train.reducer.Coordinator", "os.ftruncate"])
 def test_reducer_whose_filesystem_fails_while_it_takes_its_part_leaves_it_to_all(
     run: Path, monkeypatch: pytest.MonkeyPatch, what: str
