@@ -115,6 +115,8 @@ class Reducer(Closing):
         """Go on after the mount was mounted again. Raises TrainError if there is another training."""
         self._leave_parts()
         self.train.reopen()
+        # Its paths are by descriptors that are others now.
+        self._found = None
         self._trees.close()
         self._trees = Trees()
         self._staged = Staged(self.train, self._trees)

@@ -476,6 +476,19 @@ def test_version_that_is_planned_once_more_when_it_was_made_holds_nobody_up(
         assert newest(run) == 2
 
 
+def test_version_is_made_by_a_reducer_that_has_opened_its_directories_again(run: Path) -> None:
+    """As when its mount was killed: they have other descriptors."""
+    start(run)
+    lower = os.open(os.devnull, os.O_RDONLY)
+    with Worker(run, "w") as worker, Reducer(run) as reducer:
+        worker.push(ones())
+        while reducer._found is None or reducer._found[1].made is None:
+            reducer.step()
+        os.close(lower)
+        reducer._begin_again()
+        reduce_until(reducer, lambda: newest(run) == 1, "it is made")
+
+
 def test_part_of_a_reducer_that_ended_is_taken_over(run: Path) -> None:
     start(run, shards=2)
     with Worker(run, "w") as worker:
