@@ -110,10 +110,13 @@ def test_files_of_a_directory_with_very_many_are_not_there(folders: list[Path]) 
     assert list(by_path(look(folders[0]))) == ["file", "many"]
 
 
-def test_change_of_any_directory_ends_a_wait(folders: list[Path], trees: Trees) -> None:
+def test_change_of_any_directory_ends_a_wait_and_else_its_time(
+    folders: list[Path], trees: Trees
+) -> None:
     for folder in folders:
         trees.look(folder)
     trees.wait(0)
+    assert not trees.wait(0.01)
     for number, folder in enumerate(folders):
         thread = threading.Thread(target=(folder / str(number)).mkdir)
         thread.start()
@@ -138,13 +141,6 @@ def test_own_change_is_seen_by_looking_again(folders: list[Path], trees: Trees) 
         (folders[0] / str(name)).mkdir()
         assert str(name) in trees.look_again(folders[0]).folders
         assert str(name) in trees.look(folders[0]).folders
-
-
-def test_wait_for_no_change_ends_after_its_time(folders: list[Path], trees: Trees) -> None:
-    for folder in folders:
-        trees.look(folder)
-    trees.wait(0)
-    assert not trees.wait(0.01)
 
 
 def test_error_is_raised_to_who_looks(folders: list[Path], trees: Trees) -> None:
