@@ -348,7 +348,7 @@ def make_new(path: Path, contents: Iterable[memoryview]) -> None:
     except OSError as error:
         if error.errno not in (errno.EOPNOTSUPP, errno.EISDIR):
             raise
-        temporary = hidden(path)
+        temporary = path.with_name(f".{path.name}.{os.uname().nodename}.{os.getpid()}")
         temporary.write_bytes(b"".join(contents))
         _files.rename(temporary, path, _files.RENAME_NOREPLACE)
         return
