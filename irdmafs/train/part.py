@@ -146,17 +146,17 @@ class Staged:
             self._published = (plan, self._trees.look_again(self._train.push))
         return self._published[1]
 
-    def open_published(self, shard: Shard, plan: Plan, name: str) -> ShardFile:
+    def open_published(self, shard: Shard, name: str) -> ShardFile:
         """Return the file with a shard of a push by its name. Raises Refused, FormatError and OSError."""
         path, most = self._train.push / name, self._train.layout.header_max_bytes
-        # The mount was told of the push before it was told of the plan.
-        there = self.published(plan).folders.get(name)
-        if there is None:
-            file = ShardFile(path, header_max_bytes=most)
+        try:
+            directory = self._train.directories.open(path)
+        except NotADirectoryError:
+            file, cut = ShardFile(path, header_max_bytes=most), False
         else:
-            directory = self._train.directories.get(there.ino, path)
-            file = ShardFile(shard.name, directory, header_max_bytes=most)
-        check_shard(shard, file.header, cut=there is not None)
+            # The mount was told of the push before it was told of the plan.
+            file, cut = ShardFile(shard.name, directory, header_max_bytes=most), True
+        check_shard(shard, file.header, cut=cut)
         return file
 
     def used(self, foreseen: Foreseen) -> None:
@@ -240,7 +240,7 @@ class Part:
         if self._begun is None or self._begun[0] is not plan:
             open_push = self._staged.open_published
             begun = {
-                shard.name: self._reduction(shard, plan, partial(open_push, shard, plan))
+                shard.name: self._reduction(shard, plan, partial(open_push, shard))
                 for shard in missing
             }
             self._begun = (plan, begun)
