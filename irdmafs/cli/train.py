@@ -64,7 +64,7 @@ def train() -> None:
 @click.option("--whole-every", type=int, default=1, show_default=True, metavar="N",
               help="Make model.safetensors of every Nth version (0: of none).")  # fmt: skip
 @click.option("--shards", type=click.IntRange(1, 1024), metavar="N",
-              help="Pieces to push, reduce and pull  [default: one for each store node].")  # fmt: skip
+              help="Pieces to push, reduce and pull  [default: by size and store nodes].")  # fmt: skip
 def init(
     directory: str, settings: tuple[str, ...], workers: str, shards: int | None, **given: Any
 ) -> None:

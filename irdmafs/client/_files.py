@@ -30,8 +30,9 @@ _VERSION_XATTR = "user.irdmafs.version"
 _DISCARD_XATTR = "user.irdmafs.discard"
 _KEEPS_NO_PAGES_XATTR = "user.irdmafs.keeps_no_pages"
 NO_XATTR = (errno.ENODATA, errno.EOPNOTSUPP)
-# Small buffers are gathered up to this size before they are written.
-_GATHER_BYTES = 1 << 20
+# Buffers are written together until they have this size, or are as many as a call takes.
+_TOGETHER_BYTES = 1 << 20
+_IOV_MAX = 1024
 
 RENAME_NOREPLACE, RENAME_EXCHANGE = 1, 2
 _AT_FDCWD = -100
@@ -269,6 +270,21 @@ def discard(fd: int) -> None:
 
 
 def write_all(fd: int, contents: Iterable[memoryview]) -> None:
-    """Write buffers of bytes one after the other, large ones straight from their memory."""
-    with open(fd, "wb", buffering=_GATHER_BYTES, closefd=False) as file:
-        file.writelines(contents)
+    """Write buffers of bytes one after the other, straight from their memory, in few calls."""
+    together, size = [], 0
+    for one in contents:
+        together.append(one)
+        size += len(one)
+        if size >= _TOGETHER_BYTES or len(together) == _IOV_MAX:
+            _write_together(fd, together)
+            together, size = [], 0
+    _write_together(fd, together)
+
+
+def _write_together(fd: int, buffers: list[memoryview]) -> None:
+    written = os.writev(fd, buffers) if buffers else 0
+    for one in buffers:
+        done = min(written, len(one))
+        written -= done
+        while done < len(one):
+            done += os.write(fd, one[done:])

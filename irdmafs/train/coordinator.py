@@ -71,6 +71,8 @@ class Coordinator:
         self._config: TrainConfig | None = None
         self._pushes: dict[str, Push] = {}
         self._bad: dict[str, Seen] = {}
+        # The files of pushes when they were read.
+        self._files: dict[str, Seen | None] = {}
         # When names in push/ were looked at last.
         self._looks: dict[str, int] = {}
         self._members: set[str] = set()
@@ -107,7 +109,7 @@ class Coordinator:
             self._show_status(config, newest, found)
             names = {*self._trees.look(self._train.push).names}
             return bool(names - self._looks.keys() - self._pushes.keys())
-        self._write_plan(self._train.attempt(plan.version, 0), plan)
+        self._write_plan(self._train.next / str(plan.version), plan)
         return True
 
     def _show_status(self, config: TrainConfig, newest: Plan, found: Sequence[Push]) -> None:
@@ -147,7 +149,7 @@ class Coordinator:
             return False
         log.warning("%s: gone while it was counted: %s", self._train.models, ", ".join(gone))
         attempt = int(target.name.partition(".")[2] or 0) + 1
-        self._write_plan(self._train.attempt(plan.version, attempt), without(plan, gone))
+        self._write_plan(self._train.next / f"{plan.version}.{attempt}", without(plan, gone))
         return True
 
     def _is_usable(self, name: str) -> bool:
@@ -158,12 +160,16 @@ class Coordinator:
             return False
 
     def _find_pushes(self, config: TrainConfig, newest: Plan) -> list[Push]:
-        """Return what is in push/, as far as it was read. A push that was read once is not read again."""
+        """Return what is in push/, as far as it was read. A push is read once, and again if it is a file
+        that was written anew."""
         there = self._trees.look(self._train.push)
         names = set(there.names)
-        for known in (self._pushes, self._bad, self._looks):
+        for known in (self._pushes, self._bad, self._looks, self._files):
             for name in known.keys() - names:
                 del known[name]
+        for name in [*self._pushes]:
+            if self._files.get(name) != there.files.get(name):
+                del self._pushes[name]
         if config != self._config:
             self._config = config
             self._bad.clear()
@@ -173,7 +179,7 @@ class Coordinator:
             self._looks[name] = time.monotonic_ns()
             push = self._look_at(config, newest, name, there.folders.get(name))
             if push is not None:
-                self._pushes[name] = push
+                self._pushes[name], self._files[name] = push, there.files.get(name)
             if time.monotonic() > until_s:
                 break
         for push in list(self._pushes.values()):
@@ -282,7 +288,7 @@ class Coordinator:
         if not self._train.layout.parts.keys() <= there.folders.keys():
             return False
         if config.whole_every and plan.version % config.whole_every == 0:
-            assemble(self._train, plan.version, target)
+            assemble(self._train, plan.version, target, there)
         for name in there.names:
             # Norms and complaints are not needed any more; a killed process was writing names with a dot.
             if name.startswith(NOT_KEPT):

@@ -20,7 +20,7 @@ from .config import TrainConfig
 from .errors import TrainError
 from .layout import ModelLayout, Shard
 from .plan import Plan
-from .trees import NOTHING, WALKED, Directory, Folder, Seen, count_changes, look, seen
+from .trees import NOTHING, WALKED, Directories, Directory, Folder, Seen, count_changes, look, seen
 
 T = TypeVar("T")
 
@@ -73,6 +73,8 @@ class TrainDirectory:
     def reopen(self) -> None:
         """Open the directories anew, as their mount may have been. Raises OSError."""
         self._opened: dict[str, Directory] = {}
+        # Those of pushes and of parts.
+        self.directories = Directories()
         self._config: tuple[Seen, TrainConfig] | None = None
         self._layout: ModelLayout | None = None
         # Plans by their files: the last ones that were read. A plan never changes.
@@ -238,17 +240,13 @@ class TrainDirectory:
         return look(self.version(number)) if known is None else known
 
     def making(self, version: int, below: Folder) -> tuple[Path, Plan] | None:
-        """Return the directory in next/ where a version is being made, and its plan: of its attempts the
-        last. None if there is no plan yet. `below`: what is in next/."""
-        for attempt in reversed(_attempts(version, below.folders)):
-            path = self.attempt(version, attempt)
+        """Return the directory in next/ where a version is being made, and its plan: of its attempts, of
+        which N.1 is the second, the last. None if there is no plan yet. `below`: what is in next/."""
+        names = [one for one in below.folders if re.fullmatch(rf"{version}(\.[1-9][0-9]*)?", one)]
+        for name in sorted(names, key=lambda name: (len(name), name), reverse=True):
             with contextlib.suppress(FileNotFoundError):
-                return path, self._plan(path, below.folder(path.name))
+                return self.next / name, self._plan(self.next / name, below.folder(name))
         return None
-
-    def attempt(self, version: int, attempt: int) -> Path:
-        """Return the directory of an attempt to make a version: the first is 0."""
-        return self.next / (f"{version}.{attempt}" if attempt else str(version))
 
     def member_clocks(self, clocks: Mapping[str, int]) -> dict[str, int]:
         """Return the workers that take part, each with its clock among these, or that when it joined."""
@@ -292,15 +290,6 @@ class TrainDirectory:
         return path
 
 
-def _attempts(version: int, names: Iterable[str]) -> list[int]:
-    found = []
-    for name in names:
-        number, _, attempt = name.partition(".")
-        if number == str(version) and (not attempt or attempt.isdecimal()):
-            found.append(int(attempt or 0))
-    return sorted(found)
-
-
 def _decode(path: Path, kind: type[T]) -> T:
     """Return what a file in JSON holds. Raises TrainError, and as read_small() does."""
     try:
@@ -322,6 +311,11 @@ def read_small(path: Path) -> bytes:
         return _files.read_at(fd, status.st_size, 0)
     finally:
         os.close(fd)
+
+
+def hidden(path: Path) -> Path:
+    """Return a path beside this one that nobody else has, as other containers may have a process id."""
+    return path.with_name(f".{path.name.strip('.')[:200]}.{secrets.token_hex(8)}")
 
 
 def move(path: Path, target: Path) -> None:

@@ -29,8 +29,10 @@ from .config import TrainConfig
 from .directory import (
     FOLDERS,
     NOT_KEPT,
+    PARAMS,
     PLAN,
     TrainDirectory,
+    hidden,
     make_new,
     make_part,
     params_of,
@@ -45,7 +47,7 @@ from .reduction import first_state
 from .rules import make_rule
 from .shard_files import ShardFile, gather
 from .status import how_to_reduce
-from .trees import Directory
+from .trees import Folder, look
 
 # Other files of the models' directory are kept up to this size and number: each version has links to them.
 _KEPT_MAX_BYTES = 64 << 20
@@ -63,15 +65,16 @@ _REMOVALS_MAX = 20
 # -- the files of a version --------------------------------------------------------------------------
 
 
-def assemble(train: TrainDirectory, number: int, version: Path) -> None:
-    """Make the model's files of a version, which lies there, from its shards. Raises OSError."""
+def assemble(train: TrainDirectory, number: int, version: Path, there: Folder) -> None:
+    """Make the model's files of a version from its shards. `there`: what is in its directory. Raises
+    OSError."""
     layout = train.layout
     files, shards = layout.files, layout.shards
     if len(files) == len(shards) == 1:
         with contextlib.suppress(FileExistsError):
             os.link(params_of(version, shards[0]), version / files[0])
     else:
-        values = gather(layout, partial(_open_shard, version, number))
+        values = gather(layout, partial(_open_shard, train, number, version, there))
         for file in files:
             tensors = {one.name: values[one.name] for one in layout.parameters if one.file == file}
             _replace(version / file, list(encode(tensors, {"format": "pt"})))
@@ -82,9 +85,12 @@ def assemble(train: TrainDirectory, number: int, version: Path) -> None:
         _replace(version / shown(name), [memoryview(msgspec.json.encode(index))])
 
 
-def _open_shard(version: Path, number: int, shard: Shard) -> ShardFile:
-    path = params_of(version, shard)
-    return ShardFile(path.name, Directory(path.parent), version=number)
+def _open_shard(
+    train: TrainDirectory, number: int, version: Path, there: Folder, shard: Shard
+) -> ShardFile:
+    ino = there.folder(shard.part, PARAMS).ino
+    folder = train.directories.get(ino, params_of(version, shard).parent)
+    return ShardFile(shard.name, folder, version=number)
 
 
 def _replace(path: Path, contents: list[memoryview]) -> None:
@@ -144,7 +150,7 @@ def begin(directory: StrPath, config: TrainConfig, *, shards: int | None = None)
     """Train the models in a directory: all its .safetensors files. They become links to the newest
     version.
 
-    `shards`: how many parts are reduced apart; None: one for each store node. Raises TrainError and
+    `shards`: how many parts are reduced apart; None: as placement says. Raises TrainError and
     OSError, after which the directory is as it was.
     """
     train = TrainDirectory(directory)
@@ -159,7 +165,7 @@ def begin(directory: StrPath, config: TrainConfig, *, shards: int | None = None)
         raise TrainError(f"{train.models} has no .safetensors file: put the model there first")
     values = _read_models(files)
     indexed = _read_indices(train.models, {file.name for file in files})
-    made = TrainDirectory(directory, f".train.{os.uname().nodename}.{os.getpid()}")
+    made = TrainDirectory(directory, hidden(train.path).name)
     try:
         layout = _make(made, config, values, tuple(indexed), shards)
         # Whole from the moment when it has its name, which fails if another has it.
@@ -186,7 +192,7 @@ def begin(directory: StrPath, config: TrainConfig, *, shards: int | None = None)
 
 def _lead(path: Path, name: str) -> None:
     """Make a file a link to one of the newest version. Raises OSError."""
-    link = path.with_name(f".{path.name}.{os.getpid()}")
+    link = hidden(path)
     link.symlink_to(f".train/since/0/{name}")
     os.replace(link, path)
 
@@ -225,7 +231,7 @@ def _make(
     for shard in layout.shards:
         first_state(first / shard.part, shard, arrays, rule)
     (first / PLAN).write_bytes(msgspec.json.encode(first_plan(config)))
-    assemble(train, 0, first)
+    assemble(train, 0, first, look(first))
     os.rename(first, train.version(0))
     train.status.write_text(f"version   0\nwaits for a reducer: {how_to_reduce(train)}\n")
     train.config_path.write_text(config.toml())
@@ -269,15 +275,13 @@ def end(directory: StrPath) -> int:
     train = TrainDirectory(directory)
     layout, newest = train.layout, train.newest_plan().version
     version = train.version(newest)
-    assemble(train, newest, version)
+    assemble(train, newest, version, train.in_version(newest))
     for name in (*layout.files, *layout.indices):
         path = train.models / name
-        kept = path.with_name(f".{name}.{os.getpid()}")
-        # A beginning that was interrupted may have left it.
-        kept.unlink(missing_ok=True)
+        kept = hidden(path)
         os.link(version / name, kept)
         os.replace(kept, path)
-    ended = train.path.with_name(f".train.{os.uname().nodename}.{os.getpid()}")
+    ended = hidden(train.path)
     os.rename(train.path, ended)
     _remove_ended(ended)
     return newest

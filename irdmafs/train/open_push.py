@@ -13,44 +13,13 @@ from pathlib import Path
 from ..client import _files
 from ..client._dtypes import Array
 from ..client._safetensors import encode
-from .directory import TrainDirectory, move
+from .directory import TrainDirectory
 from .errors import Refused, invalid
 from .layout import Shard
-from .plan import Push
-from .pushes import STEP, arrays_of, check_finite, name_in_shards, slices_of
-from .trees import Directories, Directory
+from .pushes import STEP, arrays_of, check_finite, slices_of
 
 # Shards that are written at once: so many that the link is never idle, so few that one is there soon.
 _AT_ONCE = 3
-
-
-class Staging:
-    """A worker's directory in staging/, in which nobody else writes."""
-
-    def __init__(self, train: TrainDirectory, worker: str) -> None:
-        """Make the directory, and remove those of workers that had the name before. Raises OSError."""
-        self.train = train
-        self.path = train.make_home(worker, is_part=False)
-        self._directories = Directories()
-
-    def begin(self, name: str, counted: Path | None) -> tuple[Path, Directory]:
-        """Return a directory for the files of a push. It is that of the worker's last push, if that has
-        `counted`: writing its files anew costs half of making new ones. Raises OSError."""
-        path = self.path / name
-        is_anew = False
-        if counted is not None:
-            # If the worker was taken for dead meanwhile, the coordinator has put it aside.
-            with contextlib.suppress(FileNotFoundError):
-                move(counted, path)
-                is_anew = True
-        if not is_anew:
-            path.mkdir()
-        return path, self._directories.open(path)
-
-    def remove(self) -> None:
-        """Remove the directory. Raises OSError."""
-        self._directories.close()
-        self.train.discard(self.path)
 
 
 class OpenPush:
@@ -62,26 +31,27 @@ class OpenPush:
 
     def __init__(
         self,
+        train: TrainDirectory,
         shards: Sequence[Shard],
-        staging: Staging,
-        push: Push,
-        counted: Path | None,
+        path: Path,
+        step: int,
         *,
         finite: bool,
         publish: Callable[[Path, float, float | None], int],
         noting: Callable[[], AbstractContextManager[None]],
     ) -> None:
-        """`shards`: in the order in which `finish` writes them. `push`: as far as it is known by now;
-        `counted`: as for Staging.begin; `finite`: NaN and infinity are refused. `publish`: gives the push
-        its name, by the path of its directory in staging/, the weight and the learning rate, and returns
-        its step. `noting`: a context that is told why the push is refused. Raises OSError."""
+        """`shards`: in the order in which `finish` writes them. `path`: of its directory in staging/.
+        `finite`: NaN and infinity are refused. `publish`: gives the push its name, by its path, weight and
+        learning rate, and returns its step. `noting`: a context that is told why the push is refused.
+        Raises OSError."""
+        self._train = train
         self._shards = shards
-        self._staging = staging
-        self._metadata = {STEP: str(push.step)}
+        self._path = path
+        self._directory = train.directories.open(path)
+        self._metadata = {STEP: str(step)}
         self._finite = finite
         self._publish = publish
         self._noting = noting
-        self._path, self._directory = staging.begin(name_in_shards(push), counted)
         self._holders: dict[str, list[Shard]] = {}
         for shard in shards:
             for part in shard.slices:
@@ -96,7 +66,7 @@ class OpenPush:
 
     def put(self, name: str, gradient: object) -> None:
         """Add a gradient, or replace the one of that name. Raises Refused if it does not fit."""
-        value = arrays_of(self._staging.train.layout, {name: gradient})[name]
+        value = arrays_of(self._train.layout, {name: gradient})[name]
         with self._lock:
             self._values[name] = value
             for shard in self._holders.get(name, ()):
@@ -144,7 +114,7 @@ class OpenPush:
         """Drop the push. If its files cannot be removed, the next worker of the name removes them."""
         self._threads.shutdown(cancel_futures=True)
         with contextlib.suppress(OSError):
-            self._staging.train.discard(self._path)
+            self._train.discard(self._path)
 
     def _begin_writing(self, shard: Shard) -> None:
         slices = slices_of(shard, self._values)
@@ -159,5 +129,5 @@ class OpenPush:
             name = os.fspath(self._directory.path / shard.name)
             os.close(_files.write_version(name, contents, self._directory.view))
         except OSError as error:
-            error.filename = self._staging.train.shown(os.fspath(self._path / shard.name))
+            error.filename = self._train.shown(os.fspath(self._path / shard.name))
             raise

@@ -36,7 +36,7 @@ from .pushes import STEP, check_shard, push_in_shards
 from .reduction import PartFolders, Reduction
 from .shard_files import ShardFile
 from .status import complain
-from .trees import Directories, Directory, Folder, Seen, Trees, is_published, look
+from .trees import Folder, Seen, Trees, is_published, look
 
 log = logging.getLogger(__name__)
 
@@ -79,10 +79,6 @@ class Staged:
         self._opened: dict[str, Foreseen] = {}
         # The last plan that was made, and what was in push/ after that.
         self._published: tuple[Plan, Folder] | None = None
-        self._directories = Directories()
-
-    def close(self) -> None:
-        self._directories.close()
 
     def plan(self, config: TrainConfig, newest: Plan) -> Plan | None:
         """Return the next plan, if it can be foreseen. Raises OSError and TrainError."""
@@ -129,10 +125,10 @@ class Staged:
 
     def _open(self, push: _Push, shard: Shard, step: int) -> tuple[ShardFile, Seen] | None:
         before = push.folder.files.get(shard.name)
-        if before is None or self._directories.was_used(before):
+        if before is None or self._train.directories.was_used(before):
             return None
         try:
-            directory = self._directories.get(push.folder.ino, push.path)
+            directory = self._train.directories.get(push.folder.ino, push.path)
             most = self._train.layout.header_max_bytes
             file = ShardFile(shard.name, directory, header_max_bytes=most)
             if file.seen.ino == before.ino and file.header.metadata.get(STEP) == str(step):
@@ -141,7 +137,7 @@ class Staged:
         except (OSError, FormatError, Refused):
             # The file is not there yet, or not as it should be: the reducer finds out when there is a plan.
             return None
-        self._directories.note_used(before)
+        self._train.directories.note_used(before)
         return None
 
     def published(self, plan: Plan) -> Folder:
@@ -154,7 +150,7 @@ class Staged:
         """Return the file with a shard of a push by its name. Raises Refused, FormatError and OSError."""
         path, most = self._train.push / name, self._train.layout.header_max_bytes
         try:
-            directory = Directory(path)
+            directory = self._train.directories.open(path)
         except NotADirectoryError:
             file, cut = ShardFile(path, header_max_bytes=most), False
         else:
@@ -166,7 +162,7 @@ class Staged:
     def used(self, foreseen: Foreseen) -> None:
         """Note that these files were summed: they are not opened again before they are written anew."""
         for one in foreseen.seen.values():
-            self._directories.note_used(one)
+            self._train.directories.note_used(one)
 
 
 class Part:
@@ -180,18 +176,18 @@ class Part:
         self._blocks = blocks
         self._staged = staged
         self._home = train.make_home(name, is_part=True)
-        self._directories = Directories()
         # The version whose directory is there, its directories, and its shards.
         self._version: int | None = None
         self._folders: PartFolders | None = None
         # The plan by which each shard was made: a foreseen one has the files that it was made from.
         self._made: dict[str, Plan | Foreseen] = {}
-        # Reductions that wait for the norms of other parts, and where their version is being made.
-        self._begun: tuple[Path, dict[str, Reduction]] | None = None
+        # Reductions that wait for the norms of other parts, and their plan: the next one may be in a
+        # directory of the same name.
+        self._begun: tuple[Plan, dict[str, Reduction]] | None = None
         # The version before the last plan, and its directories.
         self._before: tuple[int, PartFolders] | None = None
-        # The last: where a version is being made, and the push.
-        self._complaint: tuple[Path, str] | None = None
+        # The last: the plan, and the push.
+        self._complaint: tuple[Plan, str] | None = None
 
     def foresee(self, plan: Plan) -> bool:
         """Make the next shard for which all pushes of a foreseen plan are there; return whether there was
@@ -230,7 +226,7 @@ class Part:
             return False
         except BadPush as bad:
             self._begun = None
-            return self._complain(target, bad)
+            return self._complain(target, plan, bad)
         self._version = self._begun = None
         return True
 
@@ -241,13 +237,13 @@ class Part:
         missing = self._missing(plan)
         if not missing:
             return True
-        if self._begun is None or self._begun[0] != target:
+        if self._begun is None or self._begun[0] is not plan:
             open_push = self._staged.open_published
             begun = {
                 shard.name: self._reduction(shard, plan, partial(open_push, shard))
                 for shard in missing
             }
-            self._begun = (target, begun)
+            self._begun = (plan, begun)
         reductions = self._begun[1]
         norms: list[float] = []
         if plan.clip_norm:
@@ -309,8 +305,9 @@ class Part:
         return self._before[1]
 
     def _open(self, path: Path, there: Folder) -> PartFolders:
+        directories = self._train.directories
         params, state = (
-            self._directories.get(there.folder(name).ino, path / name) for name in (PARAMS, STATE)
+            directories.get(there.folder(name).ino, path / name) for name in (PARAMS, STATE)
         )
         return PartFolders(params, state, there.folder(STATE).names)
 
@@ -340,11 +337,12 @@ class Part:
         self._folders = self._open(path, there)
         return self._folders
 
-    def _complain(self, target: Path, bad: BadPush) -> bool:
+    def _complain(self, target: Path, plan: Plan, bad: BadPush) -> bool:
         """Tell the coordinator of a bad push; return False if it was told before."""
-        if self._complaint == (target, bad.path):
+        told = self._complaint
+        if told is not None and told[0] is plan and told[1] == bad.path:
             return False
-        self._complaint = (target, bad.path)
+        self._complaint = (plan, bad.path)
         with contextlib.suppress(FileNotFoundError):
             complain(target, self._name, bad)
         return True

@@ -25,6 +25,8 @@ _CANDIDATES_PER_SHARD = 8
 # One shard is reduced and pulled while the other is on its way. More, or smaller ones, do not pay.
 _SHARDS_PER_NODE = 2
 _SHARD_BYTES = 8 << 20
+# A smaller shard costs a step more in transactions than it saves by another node's link.
+_SMALLEST_BYTES = 1 << 20
 # The attribute is not there on one host, nor on another filesystem.
 _UNKNOWN = (errno.ENODATA, errno.ENOTSUP, errno.ENOENT)
 
@@ -42,8 +44,8 @@ def choose(names: Mapping[str, str], shards: int) -> list[str]:
 
 def shard_names(directory: Path, shards: int | None, size: int) -> tuple[list[str], int]:
     """Return names for shards whose files are below `directory`, which has the placement `together`, and
-    the number of parts: one for each store node, or one for each shard where there are none. `size`: of all
-    parameters, in bytes, by which shards are chosen without a number of them. Raises OSError."""
+    the number of parts: one for each shard, and at most one for each store node, if there are any. `size`:
+    of all parameters, in bytes, by which shards are chosen without a number of them. Raises OSError."""
     tried = max(_CANDIDATES_MIN, _CANDIDATES_PER_SHARD * (shards or 0))
     names: dict[str, str] = {}
     below = Path(tempfile.mkdtemp(prefix=".places-", dir=directory))
@@ -59,7 +61,8 @@ def shard_names(directory: Path, shards: int | None, size: int) -> tuple[list[st
     nodes_there = len(set(names.values()))
     if not shards:
         is_worth_it = size >= nodes_there * _SHARDS_PER_NODE * _SHARD_BYTES
-        shards = min(nodes_there * (_SHARDS_PER_NODE if is_worth_it else 1), len(names))
+        most = min(len(names), max(1, size // _SMALLEST_BYTES))
+        shards = min(nodes_there * (_SHARDS_PER_NODE if is_worth_it else 1), most)
     return choose(names, shards), min(shards, nodes_there)
 
 

@@ -68,8 +68,9 @@ class Reducer(Closing):
         # The newest version when this reducer last looked for parts that nobody has.
         self._newest = -1
         self._begun_s = time.monotonic()
-        # The names in next/ of what was planned when it was read last, or its counter, and what was found.
-        self._found: tuple[Collection[str] | int | None, _Found] | None = None
+        # The numbers of the directories in next/ that had a plan when it was read last, or its counter, and
+        # what was found.
+        self._found: tuple[Collection[int] | int | None, _Found] | None = None
         # The counters of next/ and push/ when the coordinator had nothing to do, and when that was.
         self._coordinated: tuple[int | None, ...] = ()
         self._coordinated_s = 0.0
@@ -77,7 +78,6 @@ class Reducer(Closing):
     def close(self) -> None:
         self._leave_parts()
         self._trees.close()
-        self._staged.close()
         self._blocks.close()
         self.train.close()
 
@@ -115,6 +115,8 @@ class Reducer(Closing):
         """Go on after the mount was mounted again. Raises TrainError if there is another training."""
         self._leave_parts()
         self.train.reopen()
+        # Its paths are by descriptors that are others now.
+        self._found = None
         self._trees.close()
         self._trees = Trees()
         self._staged = Staged(self.train, self._trees)
@@ -153,8 +155,7 @@ class Reducer(Closing):
     def _look(self, below: Folder) -> _Found:
         """Return what there is, as long as next/ has the same plans. If it has none, a change may be that
         of a version, whose plan has come and gone."""
-        names = {name for name, folder in below.folders.items() if PLAN in folder.files}
-        known = names or below.counter
+        known = {one.ino for one in below.folders.values() if PLAN in one.files} or below.counter
         if self._found is None or self._found[0] != known:
             config = self.train.config()
             newest = self.train.newest_plan()

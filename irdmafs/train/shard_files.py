@@ -22,7 +22,7 @@ from ..client._dtypes import Array, DType, array_of
 from ..client._safetensors import HEADER_MAX_BYTES, Head, Header, header_text, parse_header
 from .directory import LOOK_S, PARAMS, VERSION, TrainDirectory, owner_of
 from .layout import ModelLayout, Shard, Slice
-from .trees import GATHER_S, Directories, Directory, Folder, Seen, look, seen
+from .trees import GATHER_S, Directory, Folder, Seen, look, seen
 
 T = TypeVar("T")
 
@@ -187,20 +187,13 @@ class Prefetch:
     """Fetches the parameters of a version that is being made, in a thread, until take() or close()."""
 
     def __init__(
-        self,
-        train: TrainDirectory,
-        version: int,
-        directories: Directories,
-        out: Mapping[str, Any] | None,
-        *,
-        shown: bool,
+        self, train: TrainDirectory, version: int, out: Mapping[str, Any] | None, *, shown: bool
     ) -> None:
-        """`directories`: of earlier parts, which are added to. `out`: arrays or tensors that each shard
-        is copied into once it is here; the version may get another yet. `shown`: as in ShardFile."""
+        """`out`: arrays or tensors that each shard is copied into once it is here; the version may get
+        another yet. `shown`: as in ShardFile."""
         self.out = out
         self._version = version
         self._train, self._layout = train, train.layout
-        self._directories = directories
         self._shown = shown
         self._fetches: dict[str, _Fetch] = {}
         self._pool = ThreadPoolExecutor(_AT_ONCE, "prefetch")
@@ -221,7 +214,7 @@ class Prefetch:
                 continue
             if there.folder(shard.part, PARAMS).files.get(shard.name) == fetch.status:
                 found[shard.name] = fetch.file.result()
-                self._directories.note_used(fetch.status)
+                self._train.directories.note_used(fetch.status)
         return found
 
     def close(self) -> None:
@@ -265,12 +258,12 @@ class Prefetch:
 
     def _fetch_shard(self, path: Path, folder: Folder, shard: Shard) -> None:
         before = folder.files.get(shard.name)
-        if before is None or self._directories.was_used(before):
+        if before is None or self._train.directories.was_used(before):
             return
         with self._lock, contextlib.suppress(FileNotFoundError):
             if not self._ended:
                 # If its part was published meanwhile, the next look finds the file there.
-                directory = self._directories.get(folder.ino, path)
+                directory = self._train.directories.get(folder.ino, path)
                 file = self._pool.submit(self._open, shard, directory, before)
                 self._fetches[shard.name] = _Fetch(before, file)
 
@@ -279,7 +272,7 @@ class Prefetch:
             file = ShardFile(shard.name, directory, version=self._version, shown=self._shown)
         except (FileNotFoundError, FormatError):
             # The file is of an earlier version, and will be written anew.
-            self._directories.note_used(before)
+            self._train.directories.note_used(before)
             with self._lock:
                 del self._fetches[shard.name]
             raise

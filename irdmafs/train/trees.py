@@ -103,9 +103,10 @@ class Directory:
 
 class Directories:
     """Directories that are used again and again under changing names: the last ones, by their inodes. Knows
-    which of their files have been used, and will be written anew."""
+    which of their files have been used, and will be written anew. Threads may use it."""
 
     def __init__(self) -> None:
+        self._lock = threading.Lock()
         self._opened: OrderedDict[int, Directory] = OrderedDict()
         self._used: OrderedDict[int, Seen] = OrderedDict()
 
@@ -119,24 +120,25 @@ class Directories:
 
     def get(self, ino: int, path: Path) -> Directory:
         """Return a directory which has this path, or had it. Raises OSError if another one has it now."""
-        found = self._opened.get(ino)
-        if found is None:
-            found = self.open(path)
-            if self._opened.get(ino) is not found:
-                raise FileNotFoundError(errno.ENOENT, "Another directory is there now", str(path))
-        self._opened.move_to_end(ino)
+        with self._lock:
+            found = self._opened.pop(ino, None)
+            if found is not None:
+                self._opened[ino] = found
+                return found
+        found = self.open(path)
+        if os.fstat(found.fd).st_ino != ino:
+            raise FileNotFoundError(errno.ENOENT, "Another directory is there now", str(path))
         return found
 
     def open(self, path: Path) -> Directory:
         """Return the directory that has a path. Raises OSError."""
         opened = Directory(path)
-        found = self._opened.setdefault(os.fstat(opened.fd).st_ino, opened)
-        if len(self._opened) > _OPEN_MAX:
-            self._opened.popitem(last=False)
+        ino = os.fstat(opened.fd).st_ino
+        with self._lock:
+            found = self._opened.setdefault(ino, opened)
+            if len(self._opened) > _OPEN_MAX:
+                self._opened.popitem(last=False)
         return found
-
-    def close(self) -> None:
-        self._opened.clear()
 
 
 # -- what is below a directory ------------------------------------------------------------------------
@@ -236,7 +238,7 @@ def _walk(path: Path) -> Folder:
         below = path / entry.name
         with contextlib.suppress(OSError):
             if entry.is_dir(follow_symlinks=False):
-                folders[entry.name] = look(below)
+                folders[entry.name] = look(below)._replace(ino=entry.inode())
             elif len(there) <= _NAMES_MAX and entry.is_file(follow_symlinks=False):
                 status = below.lstat()
                 if is_published(below, status):

@@ -15,17 +15,16 @@ from typing import Any, TypeAlias
 
 from ..client._files import Closing
 from .config import is_worker_name
-from .directory import LOOK_S, TrainDirectory, params_of, remove
+from .directory import LOOK_S, TrainDirectory, hidden, move, params_of, remove
 from .errors import Refused, TrainError
 from .layout import Shard, in_turns
 from .liveness import Lock, is_locked
-from .open_push import OpenPush, Staging
+from .open_push import OpenPush
 from .placement import host_of
 from .plan import Plan, Push, is_foreseen, may_pull
 from .pushes import arrays_of, check_turn, inspect, name_in_shards
 from .shard_files import Prefetch, ShardFile, copy_shard, gather, in_parallel
 from .status import Watch, is_reduced, no_reducer
-from .trees import Directories
 
 # Arrays or tensors by parameter, into which those of a version are copied.
 Out: TypeAlias = Mapping[str, Any] | None
@@ -60,8 +59,6 @@ class Worker(Closing):
         self._watch = Watch(self.train, self.name)
         self._looked_s = 0.0
         self._in_turns = self._turns()
-        # The versions that were pulled.
-        self._directories = Directories()
         self._prefetch: Prefetch | None = None
         # True if the last pull gave arrays that show the version's files: the next one probably does, too.
         self._shows = False
@@ -83,9 +80,10 @@ class Worker(Closing):
         TrainError and OSError."""
         self._lock = self._join(self._progress()[1])
         try:
-            self._staging = Staging(self.train, self.name)
+            # The directory in staging/ in which nobody else writes.
+            self._home = self.train.make_home(self.name, is_part=False)
             if not self._lock.is_held:
-                self._staging.remove()
+                self.train.discard(self._home)
                 raise self._taken()
             self._pushed, self.step = self._progress()
         except BaseException:
@@ -119,15 +117,15 @@ class Worker(Closing):
         path = self.train.workers / self.name
         if is_locked(path):
             raise self._taken()
-        hidden = path.with_name(f".{self.name}.{os.getpid()}")
-        lock = Lock(hidden)
+        beside = hidden(path)
+        lock = Lock(beside)
         try:
             held = lock.hold(b"%d" % clock)
             assert held, "nobody else has this name"
-            os.rename(hidden, path)
+            os.rename(beside, path)
         except BaseException:
             lock.close()
-            remove(hidden)
+            remove(beside)
             raise
         return lock
 
@@ -135,10 +133,9 @@ class Worker(Closing):
         """Take part no longer: nobody waits for this worker any more. What it pushed counts."""
         self._end_prefetch()
         if self._lock.is_held:
-            self._staging.remove()
+            self.train.discard(self._home)
             remove(self.train.workers / self.name)
         self._lock.close()
-        self._directories.close()
         self.train.close()
 
     # -- push --------------------------------------------------------------------------------------
@@ -174,15 +171,27 @@ class Worker(Closing):
     def _open_push(self, weight: float, lr: float | None, out: Out) -> OpenPush:
         if not self._lock.is_held:
             self._take_part_again()
-        expected = self._next_push(weight, lr)
-        noting = partial(self._watch.noting, name_in_shards(expected))
+        name = name_in_shards(self._next_push(weight, lr))
+        noting = partial(self._watch.noting, name)
         with noting():
             self.config = self.train.config()
         self._begin_prefetch(out)
         return OpenPush(
-            self._in_turns, self._staging, expected, self._watch.counted(),
+            self.train, self._in_turns, self._make_staged(name), self.step + 1,
             finite=self.config.nonfinite == "refuse", publish=self._publish, noting=noting,
         )  # fmt: skip
+
+    def _make_staged(self, name: str) -> Path:
+        """Make a directory for the files of a push: that of the last one, if it has counted, as writing its
+        files anew costs half of making new ones. Raises OSError."""
+        path, counted = self._home / name, self._watch.counted()
+        if counted is not None:
+            # If the worker was taken for dead meanwhile, the coordinator has put it aside.
+            with contextlib.suppress(FileNotFoundError):
+                move(counted, path)
+                return path
+        path.mkdir()
+        return path
 
     def _next_push(self, weight: float, lr: float | None) -> Push:
         self._weight, self._lr = float(weight), None if lr is None else float(lr)
@@ -193,7 +202,6 @@ class Worker(Closing):
         pushed = self._pushed
         self._lock.close()
         self.train.reopen()
-        self._directories.close()
         try:
             self._take_part()
         except TrainError as error:
@@ -298,7 +306,7 @@ class Worker(Closing):
         self._check_out(out)
         before = self.version if self.version >= 0 else self.train.newest()
         shown = out is None and self._shows
-        self._prefetch = Prefetch(self.train, before + 1, self._directories, out, shown=shown)
+        self._prefetch = Prefetch(self.train, before + 1, out, shown=shown)
 
     def _end_prefetch(self) -> None:
         prefetch, self._prefetch = self._prefetch, None
@@ -347,5 +355,5 @@ class Worker(Closing):
             return found
         path = params_of(self.train.version(version), shard)
         file = ShardFile(path, version=version, shown=shown)
-        self._directories.note_used(file.seen)
+        self.train.directories.note_used(file.seen)
         return file

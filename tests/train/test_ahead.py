@@ -306,11 +306,6 @@ def fetch_ahead(worker: Worker, reducer: Reducer, reductions: list[bool]) -> Non
     eventually(lambda: fetched(worker), "the shards are fetched")
 
 
-def files_ahead(worker: Worker) -> list[ShardFile]:
-    assert worker._prefetch is not None
-    return [one.file.result() for one in worker._prefetch._fetches.values()]
-
-
 def lies_in(files: Sequence[ShardFile], array: NDArray[Any]) -> bool:
     begin = array.ctypes.data
     return any(0 <= begin - file._data.ctypes.data < file._data.size for file in files)
@@ -326,7 +321,8 @@ def test_only_files_that_are_shown_to_a_program_are_opened_for_it(
         a.pull(zeros() if copied else None)
         push = put_all(a, gradients(0, 1))
         fetch_ahead(a, reducer, reductions)
-        files = files_ahead(a)
+        assert a._prefetch is not None
+        files = [one.file.result() for one in a._prefetch._fetches.values()]
         assert [file.shown for file in files] == [not copied] * SHARDS
         found = finish(run, reducer, push)
         pulled = a.pull(timeout_s=LONG_S)

@@ -29,20 +29,18 @@ def test_push_with_nan_or_infinity_is_refused(run: Path, shards: int, value: flo
         assert worker.push(ones()) == 1
 
 
-def test_push_that_does_not_fit_the_model_is_refused(run: Path) -> None:
-    start(run)
+@pytest.mark.parametrize("shards", [1, 3])
+def test_push_that_does_not_fit_the_model_or_has_no_weight_is_refused(
+    run: Path, shards: int
+) -> None:
+    start(run, shards=shards)
     with Worker(run, "w") as worker:
         for gradients in ({"norm": np.zeros(4, np.float32)}, {"unknown": np.zeros(3)}, {}):
             with pytest.raises(Refused):
                 worker.push(gradients)
-
-
-@pytest.mark.parametrize("shards", [1, 3])
-@pytest.mark.parametrize("weight", [np.nan, -1.0])
-def test_push_with_a_weight_that_is_none_is_refused(run: Path, shards: int, weight: float) -> None:
-    start(run, shards=shards)
-    with Worker(run, "w") as worker, pytest.raises(Refused, match="weight"):
-        worker.push(ones(), weight=weight)
+        for weight in (np.nan, -1.0):
+            with pytest.raises(Refused, match="weight"):
+                worker.push(ones(), weight=weight)
 
 
 @pytest.mark.parametrize("shards", [1, 3])

@@ -3,6 +3,7 @@ say what they were made of."""
 
 import itertools
 import json
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
@@ -65,10 +66,7 @@ VALUES: list[Any] = [
     "", "bsp", "quorum:0", "quorum", "ssp:-1", "local:0", "x" * 100, 0, 1, -1, 10**400, 0.5, -0.5,
     float("nan"), float("inf"), True, False, (), ("a",), ("a", 1), ("a/b",), ((),),
 ]  # fmt: skip
-KEYS = [
-    "rule", "lr", "options", "sync", "workers", "clip_norm", "nonfinite", "staleness", "keep",
-    "whole_every",
-]  # fmt: skip
+KEYS = [one.name for one in fields(TrainConfig)]
 
 
 def test_bad_value_is_an_error_that_names_the_key() -> None:

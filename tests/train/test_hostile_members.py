@@ -17,7 +17,6 @@ import pytest
 from harness.mountpoint import Mount
 from harness.training_runs import (
     check,
-    model,
     newest,
     ones,
     parameters,
@@ -317,14 +316,6 @@ def test_push_that_was_changed_after_its_check_holds_nobody_up(
         assert parameters(run)["norm"].tolist() == [1] * 3
         status = train.status
         reduce_until(reducer, lambda: "has the type" in status.read_text(), "the reason is shown")
-
-
-def test_layout_of_another_model_refuses_pushes(run: Path) -> None:
-    start(run, model())
-    other = start(run.parent / "other", {"p": np.zeros(7, np.float32)})
-    os.replace(other / ".train" / "layout.json", run / ".train" / "layout.json")
-    with Worker(run, "w") as worker, pytest.raises(Refused, match="no parameter"):
-        worker.push(ones())
 
 
 def damaged(content: bytes, changes: list[tuple[int, bytes]], length: int | None) -> bytes:

@@ -20,7 +20,7 @@ from harness.training_runs import (
 from safetensors import safe_open
 
 from irdmafs.train import Reducer, TrainConfig, Worker
-from irdmafs.train.directory import TrainDirectory, params_of
+from irdmafs.train.directory import TrainDirectory
 
 
 def kept(run: Path) -> Sequence[str]:
@@ -75,11 +75,3 @@ def test_rule_that_is_changed_begins_with_zeros(run: Path) -> None:
                 worker.pull()
                 assert parameters(run)["norm"].tolist() == [expected] * 3
                 assert kept(run) == (["momentum"] if momentum else [])
-
-
-def test_parameters_say_that_nothing_is_kept(run: Path) -> None:
-    start(run)
-    train = TrainDirectory(run)
-    (shard,) = train.layout.shards
-    with safe_open(params_of(train.version(0), shard), "np") as file:
-        assert file.metadata() == {"version": "0", "state": "none"}

@@ -87,11 +87,7 @@ def test_directory_of_a_version_is_a_model(run: Path) -> None:
         assert {name: (version / name).read_text() for name in BESIDE} == BESIDE
     pinned = os.path.realpath(run / ".train/since/0", strict=True)
     assert pinned == str(version)
-
-
-def test_folder_has_no_file_that_a_loader_could_mix(run: Path) -> None:
-    """vLLM and others open what *.safetensors finds, one by one."""
-    start(run)
+    # vLLM and others open what *.safetensors finds, one by one, and could mix versions.
     assert not list(run.glob("*.safetensors"))
 
 

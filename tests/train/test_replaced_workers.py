@@ -72,12 +72,12 @@ def test_removed_push_is_not_published_half(run: Path, monkeypatch: pytest.Monke
     directory before, as one that was on its way while a mount was cut off."""
     stopped = stopped_in_a_push(run)
     train = TrainDirectory(run)
-    home = os.open(stopped._staging.path, os.O_RDONLY | os.O_DIRECTORY)
+    home = os.open(stopped._home, os.O_RDONLY | os.O_DIRECTORY)
     removed = []
 
     def remove_slowly(path: Path) -> None:
         with pytest.raises(FileNotFoundError):
-            os.rename(stopped._staging.path / "a@1", train.push / "a@1")
+            os.rename(stopped._home / "a@1", train.push / "a@1")
         with pytest.raises(FileNotFoundError):
             os.rename("a@1", train.push / "a@1", src_dir_fd=home)
         removed.append(path)

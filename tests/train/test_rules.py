@@ -212,24 +212,11 @@ def test_a_push_that_is_not_finite_comes_out_without_a_warning() -> None:
 # -- names and options -------------------------------------------------------------------------
 
 
-def test_options_are_those_of_the_declaration() -> None:
-    assert options_of("diloco") == {
-        "momentum": 0.9,
-        "dampening": 0.0,
-        "nesterov": True,
-        "weight_decay": 0.0,
-    }
+def test_a_rule_says_what_it_is_given_and_its_options_are_those_of_the_declaration() -> None:
+    diloco = {"momentum": 0.9, "dampening": 0.0, "nesterov": True, "weight_decay": 0.0}
+    assert options_of("diloco") == diloco
     assert options_of("sum") == {}
     assert options_of("adamw")["weight_decay"] == 0.01
-
-
-def test_state_depends_on_the_options() -> None:
-    assert make_rule("sgd", {}).state == ()
-    assert make_rule("sgd", {"momentum": 0.9}).state == ("momentum",)
-    assert make_rule("adam", {}).state == ("exp_avg", "exp_avg_sq")
-
-
-def test_a_rule_says_what_it_is_given() -> None:
     means = {name for name, rule in RULES.items() if rule.combine == "mean"}
     assert set(RULES) - means == {"sum"}
     assert RULES["diloco"].default_lr == 0.7

@@ -365,9 +365,7 @@ def test_diloco_that_synchronizes_every_step_is_the_inner_optimizer(folder: Path
     ):
         for step in range(STEPS):
             for one, which in ((model, optimizer), (alone, expected)):
-                which.zero_grad()
-                loss_of(one, *batch(step, 0)).backward()
-                which.step()
+                _step(one, which, step, 0)
         assert optimizer.worker.version == STEPS
     assert_close(parameters(model), parameters(alone), rtol=1e-6)
 

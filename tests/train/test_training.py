@@ -36,7 +36,7 @@ from safetensors.numpy import load_file, save_file
 from irdmafs.train import Reducer, TrainError, Worker, begin, end
 from irdmafs.train.config import TrainConfig
 from irdmafs.train.coordinator import Coordinator
-from irdmafs.train.directory import TrainDirectory
+from irdmafs.train.directory import TrainDirectory, move
 from irdmafs.train.liveness import Lock, is_locked
 from irdmafs.train.trees import Trees, look
 
@@ -97,6 +97,8 @@ def test_bsp_waits_for_every_worker(run: Path, shards: int) -> None:
         assert newest(run) == 0
         with pytest.raises(TimeoutError, match="who is waited for"):
             a.pull(timeout_s=0.05)
+        status = reducer.train.status
+        reduce_until(reducer, lambda: "waits for b\n" in status.read_text(), "the status tells it")
         push_and_reduce(reducer, b, ones(2))
         assert newest(run) == 1
         assert everywhere(run, 3)
@@ -241,16 +243,6 @@ def test_pull_copies_into_arrays_of_the_caller_in_any_order(run: Path) -> None:
             worker.pull({"norm": np.zeros(4, np.float32)})
 
 
-def test_open_push_of_one_shard_leaves_nothing_where_it_was_written(run: Path) -> None:
-    start(run)
-    with Worker(run, "w") as worker:
-        push = worker.begin_push()
-        push.put("norm", ones()["norm"])
-        push.finish()
-        (staging,) = worker.train.staging.iterdir()
-        assert list(staging.iterdir()) == []
-
-
 def test_arrays_that_were_pulled_stay_when_their_version_is_removed(run: Path) -> None:
     start(run, model(), keep=2, sync="async")
     with Reducer(run) as reducer, Worker(run, "a") as worker:
@@ -296,15 +288,18 @@ def test_two_files_of_one_worker_count_one_after_the_other(run: Path, tmp_path: 
     assert everywhere(run, 3)
 
 
-def test_status_says_who_is_waited_for(run: Path) -> None:
+def test_file_that_is_written_anew_before_it_is_planned_counts_as_it_is(
+    run: Path, tmp_path: Path
+) -> None:
     start(run)
-    with Reducer(run) as reducer, Worker(run, "here") as here, Worker(run, "there"):
-        here.push(ones())
-        reduce_until(
-            reducer,
-            lambda: "waits for there\n" in (run / ".train" / "status").read_text(),
-            "the status tells of the worker",
-        )
+    with Reducer(run) as reducer, Worker(run, "b") as worker:
+        for weight in ("1", "3"):
+            save_file(ones(), tmp_path / "push", metadata={"weight": weight})
+            shutil.copyfile(tmp_path / "push", reducer.train.push / "a@1.safetensors")
+            reduce(reducer)
+        worker.push(ones())
+        reduce_until(reducer, lambda: newest(run) == 1, "both count")
+    assert everywhere(run, 4)
 
 
 def test_status_tells_how_far_each_worker_is(run: Path) -> None:
@@ -346,6 +341,23 @@ def test_training_begins_and_ends_with_the_files_of_the_model(run: Path) -> None
     assert not (run / "one.safetensors").is_symlink()
     assert load_file(run / "one.safetensors")["a"].tolist() == [2] * 5
     assert load_file(run / "other.safetensors")["b"].astype(np.float32).tolist() == [[2] * 3] * 2
+
+
+def test_what_a_killed_program_has_left_is_in_the_way_of_none_of_the_same_number(run: Path) -> None:
+    """A program that is started again in a container has the number that it had."""
+    run.mkdir()
+    save_file(zeros(), run / "model.safetensors")
+    for left in (
+        f".train.{os.uname().nodename}.{os.getpid()}",
+        f".model.safetensors.{os.getpid()}",
+    ):
+        (run / left / "push").mkdir(parents=True)
+    begin(run, TrainConfig())
+    lock = Lock(run / ".train" / "workers" / f".a.{os.getpid()}")
+    assert lock.hold(), "it is on another host, just before it takes part"
+    with Worker(run, "a"):
+        lock.close()
+    assert end(run) == 0
 
 
 @pytest.mark.parametrize("what", ["irdmafs.train.reducer.Coordinator", "os.ftruncate"])
@@ -416,7 +428,12 @@ def test_what_is_put_aside_does_not_pile_up_on_a_slow_host(
         assert len(os.listdir(run / ".train" / "aside")) < 5
 
 
-def test_version_that_is_planned_anew_under_its_name_is_made(run: Path) -> None:
+@pytest.mark.parametrize("value", [1, np.nan])
+def test_version_that_is_planned_anew_under_its_name_is_made(
+    run: Path, monkeypatch: pytest.MonkeyPatch, value: float
+) -> None:
+    """Also if reducers have to tell of a bad push once more."""
+    monkeypatch.setattr("irdmafs.train.open_push.check_finite", lambda _: None)
     start(run, shards=2)
     lock = Lock(run / ".train" / "reducers" / "coordinator")
     assert lock.hold()
@@ -424,21 +441,52 @@ def test_version_that_is_planned_anew_under_its_name_is_made(run: Path) -> None:
         train = reducer.train
         coordinator = Coordinator(train, Trees())
 
-        def coordinate() -> None:
-            newest = train.newest_plan()
-            made = train.making(newest.version + 1, look(train.next))
-            coordinator.step(train.config(), newest, made)
+        def coordinate() -> bool:
+            plan = train.newest_plan()
+            made = train.making(plan.version + 1, look(train.next))
+            coordinator.step(train.config(), plan, made)
+            return newest(run) == 1
 
-        worker.push(ones())
+        worker.push(ones(value))
         coordinate()
         reduce(reducer)
         shutil.rmtree(train.next / "1")
-        coordinate()
-        target = train.next / "1"
-        reduce_until(reducer, lambda: {"0", "1"} <= set(os.listdir(target)), "it is made")
-        coordinate()
+        reduce_until(reducer, coordinate, "it is made")
     lock.close()
-    assert newest(run) == 1
+
+
+def test_version_that_is_planned_once_more_when_it_was_made_holds_nobody_up(
+    run: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By a coordinator that was taken for dead, and saw no version since."""
+    start(run)
+
+    def commit(path: Path, target: Path) -> None:
+        move(path, target)
+        if target.name == "1":
+            path.mkdir()
+            shutil.copy(target / "version.json", path)
+
+    with Worker(run, "w") as worker, Reducer(run) as reducer:
+        monkeypatch.setattr("irdmafs.train.coordinator.move", commit)
+        for _ in range(2):
+            worker.push(ones())
+            for _ in range(20):
+                reducer.step()
+        assert newest(run) == 2
+
+
+def test_version_is_made_by_a_reducer_that_has_opened_its_directories_again(run: Path) -> None:
+    """As when its mount was killed: they have other descriptors."""
+    start(run)
+    lower = os.open(os.devnull, os.O_RDONLY)
+    with Worker(run, "w") as worker, Reducer(run) as reducer:
+        worker.push(ones())
+        while reducer._found is None or reducer._found[1].made is None:
+            reducer.step()
+        os.close(lower)
+        reducer._begin_again()
+        reduce_until(reducer, lambda: newest(run) == 1, "it is made")
 
 
 def test_part_of_a_reducer_that_ended_is_taken_over(run: Path) -> None:
