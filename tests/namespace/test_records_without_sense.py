@@ -13,6 +13,7 @@ from irdmafs.backend.model.records import ContentId, Layout
 from irdmafs.backend.namespace import ROOT_INO, Inode
 from irdmafs.backend.namespace.inode import FIRST_VIRTUAL_INO, inode_key, name_key
 from irdmafs.backend.namespace.numbers import SUBVOLUMES, next_ino_key, numbers_of
+from irdmafs.backend.namespace.quotas import QUOTA_NAMES
 from irdmafs.backend.namespace.tree import Tree
 
 ANY_NUMBER = st.integers(-(2**63), 2**64 - 1)
@@ -23,8 +24,8 @@ INOS = st.one_of(
 NAMES = st.sampled_from([b"a", b"b", b"c", b"", b".", b"..", b"/", b"a\0", b"n" * 256])
 MODES = st.sampled_from([0o40755, 0o40755, 0o40755, 0o100644, 0o120777, 0o7777777, 0, -1])
 LIMITS = st.dictionaries(
-    st.sampled_from([b"user.irdmafs.quota.files", b"user.irdmafs.quota.bytes", b""]),
-    st.sampled_from([b"3", b"-5", b"x", b""]),
+    st.sampled_from([*QUOTA_NAMES, b""]),
+    st.sampled_from([b"3", b"-5", b"x", b"", b"9" * 400, b"9" * 5000]),
     max_size=2,
 )
 
