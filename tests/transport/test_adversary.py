@@ -380,6 +380,27 @@ async def test_rights_of_a_data_connection_end_with_its_control_connection(memor
         await connection.aclose()
 
 
+@pytest.mark.parametrize("revoked", [False, True])
+async def test_what_is_being_read_comes_to_its_end_unless_the_certificate_is_revoked(
+    memory: Path, revoked: bool
+) -> None:
+    length = 16 * MiB
+    async with in_cluster(memory, 1) as cluster:
+        await cluster.write(EXTENT, random_bytes(length))
+        connection = await strangers.data_connection(cluster)
+        await connection.send(connection.framed(header(wire.Op.READ, EXTENT, length)[4:]))
+        assert (await connection.reply()).kind is wire.ReplyKind.OK
+        host, received = cluster.nodes[1].listener.host, 0
+        before = host.counters.connections
+        host.is_revoked = lambda serial: revoked
+        await connection.control.aclose()
+        await until(lambda: host.counters.connections < before)
+        while received < length and (more := await connection.stream.receive_some(MiB)):
+            received += len(more)
+        assert (received < length) == revoked
+        await connection.aclose()
+
+
 async def test_a_new_session_of_the_same_mount_keeps_its_connections(memory: Path) -> None:
     key = b"the key of the mount's sessions, one after another"
     async with in_cluster(memory, 1) as cluster:
