@@ -37,6 +37,8 @@ EXTENT_BYTES_MAX = 1 << 40
 RECEIVER_PATIENCE = 3
 
 Length: TypeAlias = Annotated[int, Meta(gt=0, le=EXTENT_BYTES_MAX)]
+# Linux has no larger one.
+Errno: TypeAlias = Annotated[int, Meta(ge=0, lt=1 << 12)]
 Name: TypeAlias = Annotated[str, Meta(max_length=NAME_MAX)]
 
 
@@ -207,8 +209,8 @@ class Done(Answer, tag=20):
 class Failed(Answer, tag=21):
     """An error at `node`, which may be further down the chain."""
 
-    code: int
-    node: int
+    code: Errno
+    node: Number
     text: Annotated[str, Meta(max_length=TEXT_MAX)]
 
 

@@ -23,7 +23,7 @@ from test_strangers import EXTENT, REQUESTS, TARGET
 
 from irdmafs.backend.model.records import NodeAddress
 from irdmafs.backend.transport import Extent, Unreachable, messages
-from irdmafs.backend.transport.frames import decode_welcome
+from irdmafs.backend.transport.frames import BadMessage, decode_welcome
 from irdmafs.backend.transport.movers import all_movers
 from irdmafs.backend.transport.peers import Peers, open_peers
 from irdmafs.backend.transport.rights import ROLES, Scope, may
@@ -289,6 +289,15 @@ async def test_what_is_said_in_a_control_connection_by_others_ends_it(
         await until(lambda: cluster.nodes[1].listener.host.counters.connections == 0)
         assert await cluster.peers.device(1).get([Extent(1, 0)], 100) == [b"content"]
         assert not cluster.service(1).aborted
+
+
+@pytest.mark.parametrize(("code", "node"), [(-1, 1), (1 << 12, 1), (1 << 40, 1), (5, -1)])
+def test_an_error_that_no_system_has_is_no_answer(code: int, node: int) -> None:
+    failed = msgspec.msgpack.encode(messages.Failed(code, node, ""))
+    reply = wire.encode(wire.Reply(wire.ReplyKind.FAILED, code, node))
+    for decode, said in ((strangers.CODEC.decode_answer, failed), (wire.decode_reply, reply)):
+        with pytest.raises(BadMessage):
+            decode(said)
 
 
 # -- peers with a certificate --------------------------------------------------------------------
