@@ -16,7 +16,7 @@ from typing import Any
 import trio
 
 from ..files.sparse import segments
-from ..model.records import session_of
+from ..model.records import SIZE_MAX, session_of
 from ..transport import Extent, Fenced, Target, Unreachable
 from ..transport.rights import Peer, denied, session_digest
 from ..transport.service import Service
@@ -101,6 +101,8 @@ class NodeService(Service[Incoming]):
             raise Unreachable(self.node, f"it is about to copy content {extent.content:x}")
 
     async def create(self, extent: Extent, length: int, allocated: int | None = None) -> Incoming:
+        if length > SIZE_MAX:
+            raise OSError(errno.EFBIG, f"no file has {length} bytes")
         allocated = length if allocated is None else allocated
         return self._begin(await self._catalog.make_file(length, allocated, self._learn))
 
