@@ -15,6 +15,7 @@ from typing import Annotated, TypeAlias
 import msgspec
 from msgspec import Meta
 
+from ..model.records import SIZE_MAX
 from . import Extent, Fenced, Number, Target, Unreachable
 
 # Both ends must speak the same version: nodes and mounts are upgraded together.
@@ -32,11 +33,10 @@ LASTING_MAX = 48
 TEXT_MAX = 240
 NAME_MAX = 255
 ETCD_REQUEST_BYTES_MAX = 256 << 10
-EXTENT_BYTES_MAX = 1 << 40
 # A receiver has a longer time-out than a sender, so that the sender reports the error.
 RECEIVER_PATIENCE = 3
 
-Length: TypeAlias = Annotated[int, Meta(gt=0, le=EXTENT_BYTES_MAX)]
+Length: TypeAlias = Annotated[int, Meta(gt=0, le=SIZE_MAX)]
 # Linux has no larger one.
 Errno: TypeAlias = Annotated[int, Meta(ge=0, lt=1 << 12)]
 Name: TypeAlias = Annotated[str, Meta(max_length=NAME_MAX)]

@@ -15,6 +15,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from irdmafs.backend.cluster.config_sections import ClusterSection
+from irdmafs.backend.model.records import SIZE_MAX
 from irdmafs.backend.model.values import ConfigError
 from irdmafs.backend.transport import CHAIN_MAX, Extent, Target, messages
 from irdmafs.backend.transport.device import Growth
@@ -190,11 +191,11 @@ def test_a_reservation_has_a_bounded_number_of_pieces(length: int, piece: int) -
         take(verbs.Reserve(HERE, THERE, length, piece, 0))
     except BadMessage:
         return
-    assert 0 < piece <= length <= messages.EXTENT_BYTES_MAX
+    assert 0 < piece <= length <= SIZE_MAX
     assert -(-length // piece) <= verbs.PIECES_MAX
 
 
-@given(st.integers(1, messages.EXTENT_BYTES_MAX))
+@given(st.integers(1, SIZE_MAX))
 def test_what_a_caller_reserves_is_accepted(length: int) -> None:
     take(verbs.Reserve(HERE, THERE, length, piece_bytes(length), 0))
 
@@ -210,7 +211,7 @@ REFUSED = [
     messages.Share(HERE, THERE, HERE, 0), Tickets(0), Tickets(TICKETS_MAX + 1),
     messages.AskEtcd("/method", bytes(messages.ETCD_REQUEST_BYTES_MAX + 1)),
     verbs.Attach(END, verbs.QUEUE_PAIRS_MAX, "a/1", END.gid), verbs.Expose(HERE, -1, 1),
-    verbs.Expose(HERE, 0, messages.EXTENT_BYTES_MAX + 1), verbs.Reserve(HERE, THERE, 1, 1, 0, -1),
+    verbs.Expose(HERE, 0, SIZE_MAX + 1), verbs.Reserve(HERE, THERE, 1, 1, 0, -1),
 ]  # fmt: skip
 
 
@@ -223,7 +224,7 @@ def test_a_message_that_our_software_never_sends_is_refused(message: Message) ->
 def test_the_largest_messages_that_it_sends_are_taken() -> None:
     take(messages.Put(Extent((1 << 63) - 1, 7), Target(1, 1, (2,) * CHAIN_MAX), b"bytes"))
     take(messages.Get([HERE] * messages.GET_EXTENTS_MAX, messages.PUT_BYTES_MAX))
-    take(messages.Share(HERE, THERE, Extent(2, 0), messages.EXTENT_BYTES_MAX))
+    take(messages.Share(HERE, THERE, Extent(2, 0), SIZE_MAX))
     for message in (Tickets(TICKETS_MAX), verbs.Attach(END, 0, "a/1", END.gid), verbs.Detach(3)):
         take(message)
 
