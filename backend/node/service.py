@@ -79,7 +79,7 @@ class NodeService(Service[Incoming]):
         if not hmac.compare_digest(record.key_digest, session_digest(peer.session_key)):
             raise denied(f"it does not have the key of session {number}")
         who = peer.identity
-        if peer.is_certified and (record.name, record.role) != (who.name, who.role):
+        if who.serial and (record.name, record.role) != (who.name, who.role):
             raise denied(f"session {number} is of {record.role} {record.name!r}")
         peer.owned = number
 

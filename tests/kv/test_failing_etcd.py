@@ -290,7 +290,7 @@ class TestUncertainTransaction:
             await proxy.cut()
             if full:
                 async with filled(direct):
-                    await engine.settle()
+                    await engine.fenced.settle()
             else:
                 await engine.transact((), [Put(b"b", b"")])
             await proxy.release_and_wait()

@@ -10,7 +10,7 @@ import trio
 
 from ...trust.security import describe_tls_error
 from ...unwrap import if_it_fails
-from ..door import begins_with_tls, identity_of
+from ..door import TLS_BEGINS, identity_of
 from ..frames import BadMessage
 from ..messages import Answer, Request
 from ..mover import Connection, Host, Lasting, Serving
@@ -137,7 +137,7 @@ class TcpServing(Serving):
     async def _open_channel(self, sock: trio.socket.SocketType) -> Channel:
         """Return the channel, encrypted if the peer begins with TLS."""
         start = await sock.recv(1, socket.MSG_PEEK)
-        encrypted = begins_with_tls(start) and self.host.credentials is not None
+        encrypted = start == TLS_BEGINS and self.host.credentials is not None
         if self._encrypt and not encrypted:
             raise BadMessage("it opened a data connection that is not encrypted")
         plain = socket.socket(fileno=sock.detach())
