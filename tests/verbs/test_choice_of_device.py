@@ -79,12 +79,6 @@ def test_what_is_asked_for_is_taken_or_nothing(sys: Path) -> None:
         assert caught.value.errno == errno.ENODEV
 
 
-def test_an_address_that_no_device_has_leads_nowhere(sys: Path) -> None:
-    add_device(sys, "a", {1: (ONE, V2)})
-    with pytest.raises(OSError, match=r"no GID for this host's address 127\.0\.0\.1 on a"):
-        devices.choose(devices.find(str(sys)), "127.0.0.1")
-
-
 # -- what is in the way --------------------------------------------------------------------------
 
 
