@@ -256,10 +256,9 @@ class Mapped(Answer, tag=40):
 
 def failure_of(error: OSError, node: int) -> tuple[int, int, str]:
     """Return errno, node and text by which an error of `node` is sent to another process."""
-    text = error.strerror or str(error) or type(error).__name__
     if isinstance(error, Unreachable):
-        # The receiver's Unreachable adds the node again.
-        return errno.ENOTCONN, error.node, text.partition(": ")[2][:TEXT_MAX]
+        return errno.ENOTCONN, error.node, error.reason[:TEXT_MAX]
+    text = error.strerror or str(error) or type(error).__name__
     return error.errno or errno.EIO, node, text[:TEXT_MAX]
 
 

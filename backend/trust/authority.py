@@ -75,8 +75,7 @@ def alone_in(directory: str) -> Iterator[int]:
         try:
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
-            why = f"another command changes {directory}; wait until it has ended"
-            raise CredentialsError(why) from None
+            raise CredentialsError(f"another command changes {directory}; wait for it") from None
         except OSError:
             pass  # NFS locks no directories
         yield descriptor
@@ -277,20 +276,15 @@ def _replace(path: str, data: bytes, mode: int = 0o600) -> None:
 
 
 def _write_new(path: str, data: bytes) -> None:
+    remove = partial(Path(path).unlink, missing_ok=True)
     try:
-        descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+        with open(path, "xb", opener=partial(os.open, mode=0o600)) as file, if_it_fails(remove):
+            file.write(data)
+            file.flush()
+            os.fsync(file.fileno())
     except FileExistsError:
         raise CredentialsError(
             f"{path} exists; remove it first if it is really to be replaced"
         ) from None
     except OSError as error:
-        raise CredentialsError(f"cannot write {path}: {error.strerror}") from error
-    try:
-        with open(descriptor, "wb") as file:
-            file.write(data)
-            file.flush()
-            os.fsync(file.fileno())
-    except OSError as error:
-        with contextlib.suppress(OSError):
-            os.unlink(path)
         raise CredentialsError(f"cannot write {path}: {error.strerror}") from error
