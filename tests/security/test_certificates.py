@@ -115,16 +115,6 @@ def test_members_know_each_other_by_role_and_name(directory: str) -> None:
     assert seen == (node.check(), node.check())
 
 
-def test_a_second_certificate_of_a_name_is_another_one_to_etcd(directory: str) -> None:
-    first = issue(directory, "w1", "mount").check()
-    os.unlink(os.path.join(directory, "mount-w1.pem"))
-    os.unlink(os.path.join(directory, "mount-w1.key"))
-    second = issue(directory, "w1", "mount").check()
-    assert first.name == second.name == "w1"
-    assert first.user != second.user
-    assert first.serial != second.serial
-
-
 def test_members_of_another_cluster_stay_out(directory: str, stranger: Credentials) -> None:
     node = issue(directory, "n1", "node")
     server, client = shake_hands(node.server_context(), stranger.client_context())
