@@ -136,10 +136,6 @@ class EtcdEngine:
         self.transactions += 1
         return self.fenced.carry_out(compares, operations)
 
-    async def settle(self) -> None:
-        """Return when no transaction whose outcome is unknown can be applied any more."""
-        await self.fenced.settle()
-
     def watch(self, start: bytes, end: bytes, from_revision: int) -> Watch:
         """Return an iterator over every transaction with events of start <= key < end after a revision,
         each once and in order, this process's own too. It ends when the engine is closed, and raises

@@ -23,7 +23,8 @@ def parse_size(text: str) -> int:
             raise ValueError(f"{text!r} is more memory than this machine has")
         size = int(memory_limit() * float(number) / 100)
     else:
-        size = int(float(number) * 1024 ** (" KMGT".index(prefix.upper()) if prefix else 0))
+        unit_bytes = 1024.0 ** (" KMGT".index(prefix.upper()) if prefix else 0)
+        size = int(min(float(number) * unit_bytes, 1 << 63))
     if size <= 0:
         raise ValueError(f"{text!r} is not a size: it must be more than nothing")
     if size >= 1 << 63:

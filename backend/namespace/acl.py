@@ -29,9 +29,14 @@ class _Entry(NamedTuple):
     id: int
 
 
-def check(value: bytes) -> None:
-    """Raise OSError EINVAL for an invalid ACL."""
-    acl = _decode(value)
+def checked(value: bytes) -> list[_Entry]:
+    """Return the entries of an ACL. Raises OSError EINVAL; EOPNOTSUPP for another version."""
+    body = value[len(_VERSION) :]
+    if len(value) < len(_VERSION) or len(body) % _ENTRY.size:
+        raise fail(errno.EINVAL)
+    if not value.startswith(_VERSION):
+        raise fail(errno.EOPNOTSUPP)
+    acl = [_Entry(*entry) for entry in _ENTRY.iter_unpack(body)]
     tags = [entry.tag for entry in acl]
     named = _USER in tags or _GROUP in tags
     ids = [entry[::2] for entry in acl if entry.tag in (_USER, _GROUP)]
@@ -45,25 +50,25 @@ def check(value: bytes) -> None:
         or not set(tags) <= {_USER_OBJ, _USER, _GROUP_OBJ, _GROUP, _MASK, _OTHER}
     ):
         raise fail(errno.EINVAL)
+    return acl
 
 
-def access_mode(value: bytes, mode: int) -> tuple[int, bytes]:
+def access_mode(acl: Sequence[_Entry], mode: int) -> tuple[int, bytes]:
     """Return the mode of a file that gets an access ACL, and the ACL to be stored: none if the mode
     expresses all of it."""
-    acl = _decode(value)
     permissions = {entry.tag: entry.permissions for entry in acl}
     group = permissions.get(_MASK, permissions[_GROUP_OBJ])
     bits = permissions[_USER_OBJ] << 6 | group << 3 | permissions[_OTHER]
-    return mode & ~0o777 | bits, b"" if len(acl) == len(_ONCE) else value
+    return mode & ~0o777 | bits, b"" if len(acl) == len(_ONCE) else _encode(acl)
 
 
 def put(inode: Inode, name: bytes, value: bytes, *, drop_set_gid: bool) -> None:
     """Give an inode, which may be changed, an ACL, and the mode that goes with it. Raises OSError EINVAL.
 
     `drop_set_gid`: the caller may not keep set-group-id."""
-    check(value)
+    acl = checked(value)
     if name == ACCESS:
-        inode.mode, value = access_mode(value, inode.mode)
+        inode.mode, value = access_mode(acl, inode.mode)
         if drop_set_gid:
             inode.mode &= ~stat.S_ISGID
     remove(inode, name)
@@ -80,7 +85,7 @@ def follow_chmod(inode: Inode) -> None:
     """Bring the access ACL of an inode, which may be changed, in step with its new mode, as chmod(2) does:
     the group's bits of a mode are the mask's."""
     if ACCESS in inode.xattrs:
-        acl = _decode(inode.xattrs[ACCESS])
+        acl = _stored(ACCESS, inode.xattrs[ACCESS])
         bits = _bits(acl, inode.mode)
         changed = [entry._replace(permissions=bits.get(entry.tag, entry[1])) for entry in acl]
         inode.xattrs = {**inode.xattrs, ACCESS: _encode(changed)}
@@ -89,12 +94,12 @@ def follow_chmod(inode: Inode) -> None:
 def inherited(default: bytes, mode: int) -> tuple[int, dict[bytes, bytes]]:
     """Return mode and ACLs of a new inode in a directory with this default ACL, where the umask is
     ignored."""
-    acl = _decode(default)
+    acl = _stored(DEFAULT, default)
     asked = _bits(acl, mode)
     access = [
         entry._replace(permissions=entry.permissions & asked.get(entry.tag, 0o7)) for entry in acl
     ]
-    mode, kept = access_mode(_encode(access), mode)
+    mode, kept = access_mode(access, mode)
     acls = {ACCESS: kept} if kept else {}
     if stat.S_ISDIR(mode):
         acls[DEFAULT] = default
@@ -104,7 +109,7 @@ def inherited(default: bytes, mode: int) -> tuple[int, dict[bytes, bytes]]:
 def grants(value: bytes, wanted: int, uid: int, group: int, groups: Collection[int]) -> bool:
     """Return whether an access ACL gives a user, other than the owner, all of the wanted permissions.
     `group` is the file's, `groups` are the user's (POSIX 1003.1e draft 17, 23.1.4)."""
-    acl = _decode(value)
+    acl = _stored(ACCESS, value)
     mask = next((entry.permissions for entry in acl if entry.tag == _MASK), 0o7)
 
     def masked(entries: Iterable[_Entry]) -> list[bool]:
@@ -126,14 +131,12 @@ def _bits(acl: Sequence[_Entry], mode: int) -> dict[int, int]:
     return {_USER_OBJ: mode >> 6 & 0o7, group: mode >> 3 & 0o7, _OTHER: mode & 0o7}
 
 
-def _decode(value: bytes) -> list[_Entry]:
-    """Return the entries of an ACL. Raises OSError EINVAL; EOPNOTSUPP for another version."""
-    body = value[len(_VERSION) :]
-    if len(value) < len(_VERSION) or len(body) % _ENTRY.size:
-        raise fail(errno.EINVAL)
-    if not value.startswith(_VERSION):
-        raise fail(errno.EOPNOTSUPP)
-    return [_Entry(*entry) for entry in _ENTRY.iter_unpack(body)]
+def _stored(name: bytes, value: bytes) -> list[_Entry]:
+    """Return the entries of an ACL in a record. Raises OSError EIO if no mount would have put it there."""
+    try:
+        return checked(value)
+    except OSError as error:
+        raise fail(errno.EIO, f"{name.decode()} in a record is no ACL: {error.strerror}") from None
 
 
 def _encode(acl: Sequence[_Entry]) -> bytes:

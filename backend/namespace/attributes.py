@@ -17,6 +17,7 @@ The nearest directory that has an attribute decides; a file keeps what it was cr
 directories above hold. `awaits` and `awaits_timeout` are those of the directory itself.
 """
 
+import errno
 import re
 from contextlib import suppress
 
@@ -25,7 +26,7 @@ from ..model.records import Settings
 from ..model.values import parse_size
 from . import drafts
 from .drafts import DRAFTS
-from .inode import ROOT_INO
+from .inode import ROOT_INO, Inode, fail
 from .namespace import Namespace
 from .quotas import QUOTA_NAMES, parse_limit
 
@@ -63,7 +64,7 @@ def check(name: bytes, value: bytes) -> None:
     elif name == DRAFTS:
         drafts.check(value)
     elif name == AWAITS_TIMEOUT:
-        awaits_timeout_s(value)
+        _seconds(value)
 
 
 def directory_with(namespace: Namespace, name: bytes, directory: int) -> int:
@@ -78,7 +79,8 @@ def directory_with(namespace: Namespace, name: bytes, directory: int) -> int:
 
 
 def of(namespace: Namespace, directory: int, settings: Settings) -> tuple[int, int, Policy]:
-    """Return replicas, stripe size in bytes and placement of new files in a directory."""
+    """Return replicas, stripe size in bytes and placement of new files in a directory. Raises OSError EIO
+    for attributes that no mount would have set."""
     found: dict[bytes, bytes] = {}
     with suppress(KeyError):  # a directory that is gone
         while len(found) < len(NAMES):
@@ -91,15 +93,27 @@ def of(namespace: Namespace, directory: int, settings: Settings) -> tuple[int, i
                 break
             directory = inode.parent
     replicas, stripe_bytes, policy = settings.replicas, settings.stripe_bytes, Policy()
-    if found:
-        replicas = _replicas(found[REPLICAS]) if REPLICAS in found else replicas
-        stripe_bytes = _stripe_bytes(found[STRIPE_SIZE]) if STRIPE_SIZE in found else stripe_bytes
-        policy = parse_policy(_text(found[PLACEMENT])) if PLACEMENT in found else policy
+    try:
+        if REPLICAS in found:
+            replicas = _replicas(found[REPLICAS])
+        if STRIPE_SIZE in found:
+            stripe_bytes = _stripe_bytes(found[STRIPE_SIZE])
+        if PLACEMENT in found:
+            policy = parse_policy(_text(found[PLACEMENT]))
+    except ValueError as error:
+        raise fail(errno.EIO, str(error)) from None
     return replicas, stripe_bytes, policy
 
 
-def awaits_timeout_s(value: bytes) -> float:
-    """Return how many seconds a reader waits for a name; b"" is the default. Raises ValueError."""
+def awaits_timeout_s(directory: Inode) -> float:
+    """Return how many seconds a reader waits for a name in a directory. Raises as `of`."""
+    try:
+        return _seconds(directory.xattrs.get(AWAITS_TIMEOUT, b""))
+    except ValueError as error:
+        raise fail(errno.EIO, str(error)) from None
+
+
+def _seconds(value: bytes) -> float:
     text = _text(value)
     if not text:
         return _AWAITS_TIMEOUT_S

@@ -204,7 +204,7 @@ class SharedCommitter:
                 return True
             if inode.ino in self._unsure:
                 await detach()
-                await self._engine.settle()
+                await self._engine.fenced.settle()
                 await self._hub.barrier()
                 self._unsure.discard(inode.ino)
                 return True

@@ -413,6 +413,8 @@ class Tree(Names):
             inode.more += 1
         else:
             inode.parent, inode.name = parent, name
+        if inode.is_dir and parent != ROOT_INO and not self.inodes[parent].name:
+            self.inodes.changing(parent).parent = 0
         return inode.is_dir
 
     def _unlinked(self, ino: int, parent: int, name: bytes) -> bool:
@@ -432,8 +434,10 @@ class Tree(Names):
             inode.more -= 1
         else:
             inode.name = b""
-            if not inode.is_dir:
+            # A removed directory keeps its parent only while it is empty: parents are in no circle.
+            if not (inode.is_dir and self.is_empty(ino)):
                 inode.parent = 0
+            if not inode.is_dir:
                 if ino in self.damaged and not inode.revision:
                     self._let_go(inode)
                     self._faults.mended(inode_key(ino))

@@ -16,7 +16,7 @@ from typing import Any
 import trio
 
 from ..files.sparse import segments
-from ..model.records import session_of
+from ..model.records import SIZE_MAX, session_of
 from ..transport import Extent, Fenced, Target, Unreachable
 from ..transport.rights import Peer, denied, session_digest
 from ..transport.service import Service
@@ -79,7 +79,7 @@ class NodeService(Service[Incoming]):
         if not hmac.compare_digest(record.key_digest, session_digest(peer.session_key)):
             raise denied(f"it does not have the key of session {number}")
         who = peer.identity
-        if peer.is_certified and (record.name, record.role) != (who.name, who.role):
+        if who.serial and (record.name, record.role) != (who.name, who.role):
             raise denied(f"session {number} is of {record.role} {record.name!r}")
         peer.owned = number
 
@@ -101,6 +101,8 @@ class NodeService(Service[Incoming]):
             raise Unreachable(self.node, f"it is about to copy content {extent.content:x}")
 
     async def create(self, extent: Extent, length: int, allocated: int | None = None) -> Incoming:
+        if length > SIZE_MAX:
+            raise OSError(errno.EFBIG, f"no file has {length} bytes")
         allocated = length if allocated is None else allocated
         return self._begin(await self._catalog.make_file(length, allocated, self._learn))
 

@@ -91,7 +91,7 @@ class Unreachable(OSError):
 
     def __init__(self, node: int, reason: str) -> None:
         super().__init__(errno.ENOTCONN, f"store node {node:x} cannot be reached: {reason}")
-        self.node = node
+        self.node, self.reason = node, reason
 
 
 class Distrusted(Unreachable):

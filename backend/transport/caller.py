@@ -278,14 +278,11 @@ class ControlClient:
                 return
             if now - heard_at >= timeout_s / 4:
                 self.caller.nursery.start_soon(self._ping)
-            self._give_up_late_ones(now)
-
-    def _give_up_late_ones(self, now: float) -> None:
-        for expected in self.waiting.values():
-            if expected.late_since is None:
-                expected.late_since = now
-            elif now - expected.late_since >= ANSWER_LIMIT_S:
-                expected.end(f"it did not answer for {ANSWER_LIMIT_S:g} s")
+            for expected in self.waiting.values():
+                if expected.late_since is None:
+                    expected.late_since = now
+                elif now - expected.late_since >= ANSWER_LIMIT_S:
+                    expected.end(f"it did not answer for {ANSWER_LIMIT_S:g} s")
 
     async def _ping(self) -> None:
         if len(self.waiting) <= messages.REQUESTS_AT_ONCE:

@@ -13,6 +13,7 @@ from typing import Any, Literal, NamedTuple, Protocol, TypeVar
 import trio
 
 from ..files.sparse import empty, is_sparse
+from ..model.records import SIZE_MAX
 from . import (
     CHAIN_MAX,
     Extent,
@@ -241,7 +242,7 @@ class Device:
 
     def shows_bytes(self) -> bool:
         """Return whether bytes that are written are, most likely, in memory of this process."""
-        much = Transfer("write", messages.EXTENT_BYTES_MAX)
+        much = Transfer("write", SIZE_MAX)
         for way in self._ways:
             if way.suits(much):
                 return way.shows_bytes

@@ -33,7 +33,8 @@ MEMBERS_MAX = 16384
 UNTAKEN_BYTES_MAX = 1 << 30
 _BACKLOG = 1024
 _SETBACK_S = 0.1
-_TLS_HANDSHAKE = 0x16
+# The first byte of a connection that uses TLS.
+TLS_BEGINS = b"\x16"
 _ENDS = (
     OSError,
     trio.BrokenResourceError,
@@ -148,11 +149,6 @@ def listen(address: str, port: int = 0) -> trio.socket.SocketType:
         text = f"cannot listen on {address} port {port}: {os.strerror(error.errno or 0)}"
         raise OSError(error.errno, text) from error
     return trio.socket.from_stdlib_socket(sock)
-
-
-def begins_with_tls(first: bytes) -> bool:
-    """Return whether a connection that begins with this byte uses TLS."""
-    return first == bytes([_TLS_HANDSHAKE])
 
 
 def identity_of(connection: Any) -> Identity:

@@ -143,17 +143,16 @@ class Link:
         self._setback_s = min(SETBACK_MAX_S, max(SETBACK_FIRST_S, 2 * self._setback_s))
         if final and (why, final) != (self._why, self._distrusts):
             log.warning("store node %x at %s: %s", self.node, address.address, why)
-        self._leave_alone(max(took_s, self._setback_s), why)
-        self._distrusts = final
+        self._leave_alone(max(took_s, self._setback_s), why, final=final)
         raise self._unreachable()
 
     def _unreachable(self) -> Unreachable:
         return (Distrusted if self._distrusts else Unreachable)(self.node, self._why)
 
-    def _leave_alone(self, time_s: float, why: str) -> None:
+    def _leave_alone(self, time_s: float, why: str, *, final: bool = False) -> None:
         self._alone_until = time.monotonic() + time_s
         self._why = why
-        self._distrusts = False
+        self._distrusts = final
 
     async def _open(self, address: NodeAddress) -> tuple[Frames, Ends]:
         caller = self.caller

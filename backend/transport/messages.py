@@ -15,6 +15,7 @@ from typing import Annotated, TypeAlias
 import msgspec
 from msgspec import Meta
 
+from ..model.records import SIZE_MAX
 from . import Extent, Fenced, Number, Target, Unreachable
 
 # Both ends must speak the same version: nodes and mounts are upgraded together.
@@ -32,11 +33,12 @@ LASTING_MAX = 48
 TEXT_MAX = 240
 NAME_MAX = 255
 ETCD_REQUEST_BYTES_MAX = 256 << 10
-EXTENT_BYTES_MAX = 1 << 40
 # A receiver has a longer time-out than a sender, so that the sender reports the error.
 RECEIVER_PATIENCE = 3
 
-Length: TypeAlias = Annotated[int, Meta(gt=0, le=EXTENT_BYTES_MAX)]
+Length: TypeAlias = Annotated[int, Meta(gt=0, le=SIZE_MAX)]
+# Linux has no larger one.
+Errno: TypeAlias = Annotated[int, Meta(ge=0, lt=1 << 12)]
 Name: TypeAlias = Annotated[str, Meta(max_length=NAME_MAX)]
 
 
@@ -207,8 +209,8 @@ class Done(Answer, tag=20):
 class Failed(Answer, tag=21):
     """An error at `node`, which may be further down the chain."""
 
-    code: int
-    node: int
+    code: Errno
+    node: Number
     text: Annotated[str, Meta(max_length=TEXT_MAX)]
 
 
@@ -254,10 +256,9 @@ class Mapped(Answer, tag=40):
 
 def failure_of(error: OSError, node: int) -> tuple[int, int, str]:
     """Return errno, node and text by which an error of `node` is sent to another process."""
-    text = error.strerror or str(error) or type(error).__name__
     if isinstance(error, Unreachable):
-        # The receiver's Unreachable adds the node again.
-        return errno.ENOTCONN, error.node, text.partition(": ")[2][:TEXT_MAX]
+        return errno.ENOTCONN, error.node, error.reason[:TEXT_MAX]
+    text = error.strerror or str(error) or type(error).__name__
     return error.errno or errno.EIO, node, text[:TEXT_MAX]
 
 

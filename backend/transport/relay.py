@@ -93,8 +93,8 @@ class Relay(Client):
         try:
             said = await control.ask(AskEtcd(path, body), EtcdSaid)
         except Unreachable as error:
-            self._leave(control, _reason(error))
-            raise Uncertain(_reason(error)) from None
+            self._leave(control, error.reason)
+            raise Uncertain(error.reason) from None
         if said.outcome == EtcdOutcome.ANSWERED:
             return said.body
         if said.outcome == EtcdOutcome.REFUSED:
@@ -123,7 +123,7 @@ class Relay(Client):
                     self._worked = True
                     return self._control
                 except Unreachable as error:
-                    self._failures[self.address] = _reason(error)
+                    self._failures[self.address] = error.reason
                     distrusted += isinstance(error, Distrusted)
                 finally:
                     # Also when cancelled: a node that does not answer must not be tried for ever.
@@ -179,11 +179,6 @@ class Relay(Client):
         current = self.endpoints[self._current]
         self.endpoints = list(dict.fromkeys(chain([current], self._configured, registered)))
         self._current = 0
-
-
-def _reason(error: Unreachable) -> str:
-    # The rest names the node, which has no number here.
-    return (error.strerror or "").partition(": ")[2]
 
 
 class _Changes:

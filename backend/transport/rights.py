@@ -55,10 +55,6 @@ class Peer:
     # Requests that wait for changes in etcd.
     watches: int = 0
 
-    @property
-    def is_certified(self) -> bool:
-        return bool(self.identity.serial)
-
     def __str__(self) -> str:
         return f"{self.identity.role} {self.identity.name!r} at {self.address}"
 

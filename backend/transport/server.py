@@ -17,7 +17,7 @@ from ..trust.security import Identity, Role
 from ..unwrap import background
 from . import messages
 from .caller import broken_text
-from .door import Door, begins_with_tls, identity_of, listen
+from .door import TLS_BEGINS, Door, identity_of, listen
 from .frames import FRAME_BYTES_MAX, HELLO_BYTES_MAX, BadMessage, Codec, Frames, decode_hello
 from .mover import Connection, Host, Lasting, Mover
 from .operations import OPERATIONS, codec_for
@@ -129,7 +129,7 @@ class Listener:
         """Refuse a peer that begins with TLS where there are no credentials, or without TLS where there
         are, and tell it so, as another try would fail, too. Raises BadMessage."""
         start = await stream.peek()
-        encrypted = begins_with_tls(start)
+        encrypted = start == TLS_BEGINS
         if not start or encrypted == (self.host.credentials is not None):
             return
         frames = Frames(stream, HELLO_BYTES_MAX)

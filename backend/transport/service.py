@@ -59,7 +59,7 @@ class Service(Protocol[I]):
 
     async def create(self, extent: Extent, length: int, allocated: int | None = None) -> I:
         """Return a file of `length` bytes that is allocated, open for reading and writing; or one hole,
-        with `allocated` bytes reserved. Raises OSError: ENOSPC."""
+        with `allocated` bytes reserved. Raises OSError: ENOSPC, EFBIG."""
 
     async def adopt(self, extent: Extent, name: str) -> I:
         """Return the file incoming/NAME, open for reading. Raises OSError: ENOENT, EPERM."""

@@ -7,12 +7,13 @@ refuses a reader's certificate (see security).
 
 import contextlib
 import datetime
+import fcntl
 import ipaddress
 import os
 import re
 import secrets
 import tempfile
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from functools import partial
 from pathlib import Path
 from typing import cast
@@ -35,7 +36,6 @@ from .security import (
     load_certificate,
     load_certificates,
     load_key,
-    read_file,
     subvolume_extension,
 )
 
@@ -63,28 +63,57 @@ def make_ca(directory: str, cluster_name: str) -> str:
     return _write_pair(directory, "ca", builder, key, key)[0]
 
 
+@contextlib.contextmanager
+def alone_in(directory: str) -> Iterator[int]:
+    """Keep other commands from changing the files in a directory, and yield its descriptor. Raises
+    CredentialsError if one is changing them now."""
+    try:
+        descriptor = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    except OSError as error:
+        raise CredentialsError(f"cannot open {directory}: {error.strerror}") from error
+    try:
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise CredentialsError(f"another command changes {directory}; wait for it") from None
+        except OSError:
+            pass  # NFS locks no directories
+        yield descriptor
+    finally:
+        os.close(descriptor)
+
+
 def begin_ca_change(directory: str, cluster_name: str) -> None:
     """Make another certificate authority, which signs new certificates. `ca.pem` holds both, so
-    certificates of either are accepted. Raises CredentialsError."""
-    path = os.path.join(directory, "ca.pem")
-    old = load_certificates(path)
-    if len(old) > 1:
-        raise CredentialsError(f"{path} holds two CAs already: the change before is not finished")
-    with tempfile.TemporaryDirectory(prefix=".ca-", dir=directory) as made:
-        both = read_file(make_ca(made, cluster_name)) + read_file(path)
-        # Between the two steps no certificate can be issued, and none is refused.
-        _replace(path, both)
-        os.replace(os.path.join(made, "ca.key"), os.path.join(directory, "ca.key"))
+    certificates of either are accepted. A change that was cut off is begun again. Raises
+    CredentialsError."""
+    path, key_path = (os.path.join(directory, file) for file in ("ca.pem", "ca.key"))
+    with alone_in(directory) as descriptor:
+        trusted = load_certificates(path)
+        if len(trusted) > 1:
+            if load_key(key_path).public_key() == trusted[0].public_key():
+                text = f"{path} holds two CAs already: the change before is not finished"
+                raise CredentialsError(text)
+            del trusted[0]  # its key was lost before it signed anything
+        with tempfile.TemporaryDirectory(prefix=".ca-", dir=directory) as made:
+            both = [load_certificate(make_ca(made, cluster_name)), *trusted]
+            # Between the two steps no certificate can be issued, and none is refused.
+            _replace(path, b"".join(each.public_bytes(Encoding.PEM) for each in both))
+            os.fsync(descriptor)
+            os.replace(os.path.join(made, "ca.key"), key_path)
 
 
 def finish_ca_change(directory: str) -> None:
     """Remove the older certificate authority from `ca.pem`: its certificates are not accepted any more
-    where this file is. Raises CredentialsError."""
+    where this file is. Raises CredentialsError, also if the change was cut off when it began."""
     path = os.path.join(directory, "ca.pem")
-    trusted = load_certificates(path)
-    if len(trusted) < 2:
-        raise CredentialsError(f"{path} holds one CA only: no change has begun")
-    _replace(path, trusted[0].public_bytes(Encoding.PEM))
+    with alone_in(directory):
+        trusted = load_certificates(path)
+        if len(trusted) < 2:
+            raise CredentialsError(f"{path} holds one CA only: no change has begun")
+        if os.path.exists(os.path.join(directory, "ca.key")):
+            _authority(directory)  # raises an error unless the newer one can sign
+        _replace(path, trusted[0].public_bytes(Encoding.PEM))
 
 
 def issue(
@@ -160,7 +189,10 @@ def _authority(directory: str) -> tuple[x509.Certificate, ec.EllipticCurvePrivat
     check_time(ca_path, ca)
     ca_key = cast(ec.EllipticCurvePrivateKey, load_key(ca_key_path))
     if ca_key.public_key() != ca.public_key():
-        raise CredentialsError(f"{ca_key_path} is not the key of {ca_path}")
+        raise CredentialsError(
+            f"{ca_key_path} is not the key of {ca_path}; if irdmafs cluster rotate-ca was cut off, "
+            "give it again"
+        )
     return ca, ca_key
 
 
@@ -244,20 +276,15 @@ def _replace(path: str, data: bytes, mode: int = 0o600) -> None:
 
 
 def _write_new(path: str, data: bytes) -> None:
+    remove = partial(Path(path).unlink, missing_ok=True)
     try:
-        descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+        with open(path, "xb", opener=partial(os.open, mode=0o600)) as file, if_it_fails(remove):
+            file.write(data)
+            file.flush()
+            os.fsync(file.fileno())
     except FileExistsError:
         raise CredentialsError(
             f"{path} exists; remove it first if it is really to be replaced"
         ) from None
     except OSError as error:
-        raise CredentialsError(f"cannot write {path}: {error.strerror}") from error
-    try:
-        with open(descriptor, "wb") as file:
-            file.write(data)
-            file.flush()
-            os.fsync(file.fileno())
-    except OSError as error:
-        with contextlib.suppress(OSError):
-            os.unlink(path)
         raise CredentialsError(f"cannot write {path}: {error.strerror}") from error

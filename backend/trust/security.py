@@ -23,7 +23,7 @@ import ssl
 import stat
 from collections.abc import Callable, Iterable
 from functools import partial
-from typing import TYPE_CHECKING, Any, Generic, Literal, NamedTuple, Protocol, TypeVar, get_args
+from typing import TYPE_CHECKING, Any, Generic, Literal, NamedTuple, TypeVar, get_args
 
 import trio
 
@@ -92,10 +92,6 @@ class Identity(NamedTuple):
     def user(self) -> str:
         """Return the name of this user in etcd: the certificate's CN."""
         return f"{self.name}{_OWNER_MARK}{self.owner:06x}" if self.owner else self.name
-
-
-class _Peer(Protocol):
-    def getpeercert(self, binary_form: Literal[True], /) -> bytes | None: ...
 
 
 class Renewable(Generic[T]):
@@ -282,9 +278,9 @@ def check_user(path: str, before: Identity | None, now: Identity | None) -> None
     )
 
 
-def peer_identity(connection: _Peer) -> Identity | None:
-    """Return the peer's identity of a TLS connection (ssl.SSLObject, trio.SSLStream, ...) whose handshake
-    is complete; None for a certificate without a role."""
+def peer_identity(connection: "ssl.SSLSocket | trio.SSLStream[Any]") -> Identity | None:
+    """Return the peer's identity of a TLS connection whose handshake is complete; None for a certificate
+    without a role."""
     from cryptography import x509
 
     shown = connection.getpeercert(True)

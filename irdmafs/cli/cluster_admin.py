@@ -10,7 +10,6 @@ import time
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
-from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
 
 import msgspec
@@ -36,8 +35,8 @@ from ..backend.model.records import (
 from ..backend.model.values import ConfigError, split_host_port
 from ..backend.namespace.inode import NAME_MAX, ROOT_INO, Inode, inode_key, name_key, time_key
 from ..backend.namespace.numbers import SUBVOLUMES, next_ino_key
-from ..backend.trust.authority import REVOKED_FILE, issue, list_revoked, make_ca
-from ..backend.trust.security import Role
+from ..backend.trust.authority import REVOKED_FILE, alone_in, issue, list_revoked, make_ca
+from ..backend.trust.security import Role, read_file
 
 if TYPE_CHECKING:
     from ..backend.etcd.engine import EtcdEngine
@@ -65,29 +64,31 @@ def made_files(directory: str, plan: Plan) -> Iterator[str]:
     yield the path of cluster.toml. Files that are new are removed again when the body fails, or is
     interrupted.
 
-    Raises ConfigError when the files that exist are another cluster's, or when they cannot be written.
+    Raises ConfigError when the files that exist are another cluster's, or when they cannot be written, or
+    another command changes them.
     """
     path = os.path.join(directory, "cluster.toml")
     text = _config_text(plan)
     try:
         os.makedirs(directory, mode=0o700, exist_ok=True)
+    except OSError as error:
+        raise ConfigError(f"cannot make {path}: {error.strerror}") from error
+    with alone_in(directory):
         there = set(os.listdir(directory))
-        if "cluster.toml" in there and Path(path).read_text() != text:
+        if "cluster.toml" in there and read_file(path) != text.encode():
             raise ConfigError(
                 f"{path} describes a cluster already; choose another directory with --out, or "
                 "remove it"
             )
-    except OSError as error:
-        raise ConfigError(f"cannot make {path}: {error.strerror}") from error
-    try:
-        if "cluster.toml" not in there:
-            _write_files(directory, plan, text)
-        yield path
-    except BaseException:
-        for name in set(os.listdir(directory)) - there:
-            if name == "cluster.toml" or name.endswith((".pem", ".key", ".crl")):
-                os.unlink(os.path.join(directory, name))
-        raise
+        try:
+            if "cluster.toml" not in there:
+                _write_files(directory, plan, text)
+            yield path
+        except BaseException:
+            for name in set(os.listdir(directory)) - there:
+                if name == "cluster.toml" or name.endswith((".pem", ".key", ".crl")):
+                    os.unlink(os.path.join(directory, name))
+            raise
 
 
 def _write_files(directory: str, plan: Plan, text: str) -> None:

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Final
 import trio
 
 from ..backend.namespace import FIRST_VIRTUAL_INO, Inode, fail
-from ..backend.namespace.attributes import AWAITS, AWAITS_TIMEOUT, awaits_timeout_s
+from ..backend.namespace.attributes import AWAITS, awaits_timeout_s
 from ..inline import detach
 from .calls import Attributes, Caller
 from .permissions import LIST, SEARCH, refuse_access
@@ -91,8 +91,7 @@ class Since(Part):
         if found is not None:
             return found
         await detach(any_signal=True)
-        timeout_s = awaits_timeout_s(directory.xattrs.get(AWAITS_TIMEOUT, b""))
-        with trio.move_on_after(timeout_s):
+        with trio.move_on_after(awaits_timeout_s(directory)):
             while True:
                 directory = self._namespace.inode(link.parent)
                 awaited = self._awaited(directory)

@@ -3,6 +3,7 @@
 import errno
 import functools
 import os
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -25,8 +26,10 @@ from irdmafs.backend.model.records import (
     encode,
     key_of,
 )
-from irdmafs.backend.namespace import Inode
+from irdmafs.backend.namespace import Inode, acl
+from irdmafs.backend.namespace.attributes import PLACEMENT, REPLICAS, STRIPE_SIZE
 from irdmafs.backend.namespace.inode import inode_key, name_key
+from irdmafs.backend.namespace.quotas import QUOTA_BYTES, QUOTA_INODES, QUOTA_NAMES
 
 # Values that no inode has, or that no file of that length can be laid out by.
 SENSELESS: list[dict[str, Any]] = [
@@ -42,6 +45,17 @@ SENSELESS: list[dict[str, Any]] = [
     {"size": 10, "layout": Layout(1, -1)},
     {"size": 10, "layout": Layout(-1, 0)},
     {"size": 10, "layout": Layout(1, 0, 0, 256)},
+]
+FIRST_INO = 1 << 40
+# Attributes of directories; the ACLs lack an entry, and the second one has no version.
+FORGED = [
+    (QUOTA_BYTES, b"9" * 400),
+    (QUOTA_INODES, b"-1"),
+    (REPLICAS, b"many"),
+    (STRIPE_SIZE, b"1"),
+    (PLACEMENT, b"orbit=geostationary"),
+    (acl.DEFAULT, b"\2\0\0\0" + b"\1\0\7\0\0\0\0\0"),
+    (acl.DEFAULT, b"x"),
 ]
 PLAN = Plan(nodes=1, mounts=2, replicas=1, namespaces=False, lease_ttl_s=LONG_LEASE_S)
 NEWER_RULE = "zone=a orbit=geostationary"
@@ -118,6 +132,27 @@ def test_nodes_and_mounts_go_on(cluster: Cluster) -> None:
     for mount in (here, there, late.path):
         assert "file0" not in os.listdir(mount)
         assert (mount / "file1").read_bytes() == b"b" * 300_000
+
+
+def test_attributes_that_no_mount_sets_are_refused_by_their_names(cluster: Cluster) -> None:
+    async def put() -> None:
+        async with cluster.engine("mount") as engine:
+            for ino, attribute in enumerate(FORGED, FIRST_INO):
+                inode = Inode(ino, 0o40755, 0, 0, 1)
+                inode.xattrs = dict([attribute])
+                name = Put(name_key(1, b"odd%d" % ino), ino.to_bytes(8, "big"))
+                await engine.transact((), [Put(inode_key(ino), inode.encode()), name])
+
+    trio.run(put)
+    for mount in cluster.mounts[:2]:
+        (mount.path / "elsewhere").write_bytes(b"e" * 300_000)
+        for ino, (name, _) in enumerate(FORGED, FIRST_INO):
+            file = mount.path / f"odd{ino}" / mount.path.parent.name
+            with nullcontext() if name in QUOTA_NAMES else fails_with(errno.EIO):
+                file.write_bytes(b"x")
+                continue
+            assert name.decode().rpartition(".")[2] in mount.log.read_text()
+        assert "Traceback" not in mount.log.read_text()
 
 
 def lost(path: Path) -> bool:

@@ -290,7 +290,7 @@ class TestUncertainTransaction:
             await proxy.cut()
             if full:
                 async with filled(direct):
-                    await engine.settle()
+                    await engine.fenced.settle()
             else:
                 await engine.transact((), [Put(b"b", b"")])
             await proxy.release_and_wait()
@@ -704,23 +704,6 @@ async def test_a_call_goes_to_another_member_if_one_stands_still(
                 proxy.losing = True
                 await step(engine)
             nursery.cancel_scope.cancel()
-
-
-async def test_many_calls_at_once_share_a_connection(etcd: EtcdServer) -> None:
-    async with EtcdEngine(etcd.endpoints, new_prefix()) as engine:
-        large = random.randbytes(300_000)
-
-        async def put_and_get(number: int) -> None:
-            key, value = b"%d" % number, large[number:]
-            await engine.transact([(key, 0)], [Put(key, value)])
-            found = await engine.get(key)
-            assert found is not None
-            assert found.value == value
-
-        async with trio.open_nursery() as nursery:
-            for number in range(40):
-                nursery.start_soon(put_and_get, number)
-        assert len(await engine.range(b"0", b":")) == 40
 
 
 async def test_closing_ends_what_waits(etcd: EtcdServer) -> None:

@@ -97,42 +97,32 @@ async def test_a_range_of_any_length_is_of_one_revision(engine: EtcdEngine) -> N
     await engine.close()
 
 
-async def test_a_transaction_with_a_failing_compare_changes_nothing(engine: EtcdEngine) -> None:
-    first = await engine.transact((), [Put(b"a", b"1")])
+async def test_the_first_compare_that_does_not_hold_is_named_and_nothing_changes(
+    engine: EtcdEngine,
+) -> None:
+    first = await engine.transact((), [Put(b"a", b"1"), Put(b"d\0", b"")])
     second = await engine.transact((), [Put(b"b", b"2")])
-    wrong: list[list[Compare]] = [
-        [(b"a", first), (b"b", first)],
-        [(b"a", 0)],
-        [(b"none", 1)],
-        [(b"a", second)],
-        [Exists(b"none")],
-        [Exists(b"a"), Empty(b"b", b"c")],
+    cases: list[tuple[list[Compare], bytes]] = [
+        ([(b"a", first), (b"b", first), (b"c", 7)], b"b"),
+        ([(b"a", 0), Exists(b"none")], b"a"),
+        ([(b"none", 1)], b"none"),
+        ([(b"a", second)], b"a"),
+        ([Exists(b"a"), Exists(b"none"), (b"a", 0)], b"none"),
+        ([Exists(b"a"), Empty(b"b", b"c")], b"b"),
+        ([Empty(b"c", b"d"), Empty(b"d", b"e"), Exists(b"none")], b"d"),
     ]
-    for compares in wrong:
-        with pytest.raises(Conflict):
-            await engine.transact(compares, [Put(b"a", b"9"), Delete(b"b")])
-    assert await contents(engine) == {b"a": b"1", b"b": b"2"}
+    for compares, key in cases:
+        changes: list[Put | Delete] = [Put(b"a", b"9"), Delete(b"b")]
+        for operations in (changes, []):
+            with pytest.raises(Conflict) as refused:
+                await engine.transact(compares, operations)
+            assert refused.value.key == key
+    assert await contents(engine) == {b"a": b"1", b"b": b"2", b"d\0": b""}
     assert await engine.barrier() == second
     right: list[Compare] = [(b"a", first), (b"b", second), (b"none", 0), Exists(b"a")]
     right.append(Empty(b"c", b"d"))
     third = await engine.transact(right, [Put(b"none", b"3")])
     assert third == await engine.barrier() > second
-    await engine.close()
-
-
-async def test_a_conflict_names_the_first_compare_that_did_not_hold(engine: EtcdEngine) -> None:
-    revision = await engine.transact((), [Put(b"a", b"1"), Put(b"d\0", b"")])
-    cases: list[tuple[list[Compare], bytes]] = [
-        ([(b"a", revision), (b"b", 7), (b"c", 7)], b"b"),
-        ([(b"a", 0), Exists(b"b")], b"a"),
-        ([Exists(b"a"), Exists(b"b"), (b"a", 0)], b"b"),
-        ([Empty(b"b", b"d"), Empty(b"d", b"e"), Exists(b"b")], b"d"),
-    ]
-    for compares, key in cases:
-        for operations in ([Put(b"a", b"2")], []):
-            with pytest.raises(Conflict) as refused:
-                await engine.transact(compares, operations)
-            assert refused.value.key == key
     await engine.close()
 
 

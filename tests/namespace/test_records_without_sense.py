@@ -13,6 +13,7 @@ from irdmafs.backend.model.records import ContentId, Layout
 from irdmafs.backend.namespace import ROOT_INO, Inode
 from irdmafs.backend.namespace.inode import FIRST_VIRTUAL_INO, inode_key, name_key
 from irdmafs.backend.namespace.numbers import SUBVOLUMES, next_ino_key, numbers_of
+from irdmafs.backend.namespace.quotas import QUOTA_NAMES
 from irdmafs.backend.namespace.tree import Tree
 
 ANY_NUMBER = st.integers(-(2**63), 2**64 - 1)
@@ -23,8 +24,8 @@ INOS = st.one_of(
 NAMES = st.sampled_from([b"a", b"b", b"c", b"", b".", b"..", b"/", b"a\0", b"n" * 256])
 MODES = st.sampled_from([0o40755, 0o40755, 0o40755, 0o100644, 0o120777, 0o7777777, 0, -1])
 LIMITS = st.dictionaries(
-    st.sampled_from([b"user.irdmafs.quota.files", b"user.irdmafs.quota.bytes", b""]),
-    st.sampled_from([b"3", b"-5", b"x", b""]),
+    st.sampled_from([*QUOTA_NAMES, b""]),
+    st.sampled_from([b"3", b"-5", b"x", b"", b"9" * 400, b"9" * 5000]),
     max_size=2,
 )
 
@@ -86,13 +87,13 @@ def check(tree: Tree) -> None:
             found.add(ino)
             waiting.append((ino, path + b"/" + name))
     for ino in tree.inodes:
+        above, passed = tree.inodes.get(tree.inodes[ino].parent), 0
+        while above is not None:
+            above, passed = tree.inodes.get(above.parent), passed + 1
+            assert passed <= len(tree.inodes)
         tree.describe(ino)
         tree.quotas.of(ino)
         tree.names_of(ino)
-        above, passed = tree.parents_of(ino), 0
-        while above:
-            above, passed = tree.parents_of(above[0]), passed + 1
-            assert passed <= len(tree.inodes)
     for subvolume in (ROOT_INO, *TOPS):
         assert subvolume < tree.next_block(subvolume)[0] in numbers_of(subvolume)
 
@@ -151,6 +152,18 @@ def test_a_directory_that_loses_its_first_name_is_where_the_second_one_says() ->
     assert tree.path_of(2) == b"/a"
     tree.apply(3, [Event(3, first, None)])
     assert tree.path_of(2) == b"/b"
+
+
+@pytest.mark.parametrize("order", [1, -1])
+def test_removed_directories_do_not_lie_in_each_other(order: int) -> None:
+    """A program may work in one, and what rules there is looked for above it."""
+    two, three, last = bytes(7) + b"\2", bytes(7) + b"\3", name_key(3, b"c")
+    names = [(name_key(2, b"b"), three), (name_key(ROOT_INO, b"a"), two)]
+    tree = loaded([*map(directory, (ROOT_INO, 2, 3)), *names])
+    for revision, (name, _) in enumerate(names[::order], 2):
+        tree.apply(revision, [Event(revision, name, None)])
+    tree.apply(4, [Event(4, last, two)])
+    check(tree)
 
 
 @given(st.lists(records(), max_size=20))

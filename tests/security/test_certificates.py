@@ -36,6 +36,7 @@ from irdmafs.backend.trust.security import (
     describe_tls_error,
     peer_identity,
 )
+from irdmafs.cli.cluster_admin import Plan, made_files
 
 SECOND = 1 / 86400
 
@@ -112,16 +113,6 @@ def test_members_know_each_other_by_role_and_name(directory: str) -> None:
     ]
     seen = shake_hands(node.server_context(), node.client_context())
     assert seen == (node.check(), node.check())
-
-
-def test_a_second_certificate_of_a_name_is_another_one_to_etcd(directory: str) -> None:
-    first = issue(directory, "w1", "mount").check()
-    os.unlink(os.path.join(directory, "mount-w1.pem"))
-    os.unlink(os.path.join(directory, "mount-w1.key"))
-    second = issue(directory, "w1", "mount").check()
-    assert first.name == second.name == "w1"
-    assert first.user != second.user
-    assert first.serial != second.serial
 
 
 def test_members_of_another_cluster_stay_out(directory: str, stranger: Credentials) -> None:
@@ -210,6 +201,40 @@ def test_a_ca_is_replaced_while_certificates_of_both_are_in_use(directory: str) 
     with pytest.raises(CredentialsError, match="was not issued by the CA"):
         copied(old_mount).check()
     assert os.stat(os.path.join(directory, "ca.key")).st_mode & 0o777 == 0o600
+
+
+def test_a_change_of_the_ca_that_was_cut_off_is_begun_again(
+    directory: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    node, replace = issue(directory, "n1", "node"), os.replace
+
+    def cut_off(source: str, target: str) -> None:
+        if target.endswith("ca.key"):
+            raise KeyboardInterrupt
+        replace(source, target)
+
+    monkeypatch.setattr(os, "replace", cut_off)
+    with pytest.raises(KeyboardInterrupt):
+        begin_ca_change(directory, "test")
+    monkeypatch.undo()
+    with pytest.raises(CredentialsError, match="if irdmafs cluster rotate-ca was cut off"):
+        finish_ca_change(directory)
+    assert node.check().name == "n1"
+    begin_ca_change(directory, "test")
+    assert Path(node.ca).read_bytes().count(b"BEGIN") == 2
+    assert node.check().name == issue(directory, "n1", "mount").check().name
+    finish_ca_change(directory)
+
+
+def test_of_two_commands_at_once_in_a_directory_one_is_refused(tmp_path: Path) -> None:
+    plan = Plan("test", ("h:1",), {}, ("h",), tls=True)
+    with made_files(str(tmp_path), plan):
+        before = set(tmp_path.iterdir())
+        with pytest.raises(ConfigError, match="another command"), made_files(str(tmp_path), plan):
+            pass
+        with pytest.raises(ConfigError, match="another command"):
+            begin_ca_change(str(tmp_path), "test")
+        assert set(tmp_path.iterdir()) == before
 
 
 # -- files ----------------------------------------------------------------------------------------

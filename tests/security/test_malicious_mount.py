@@ -12,6 +12,7 @@ import pytest
 import trio
 from harness.closing import descriptor
 from harness.clusters import MIB, Cluster, Plan, counters
+from harness.errors import fails_with
 from harness.mountpoint import eventually
 
 from irdmafs.backend.cluster.group_configs import Groups
@@ -21,7 +22,7 @@ from irdmafs.backend.cluster.replica import Replica
 from irdmafs.backend.etcd.engine import EtcdEngine
 from irdmafs.backend.kv import Put
 from irdmafs.backend.model.placement import group_of
-from irdmafs.backend.model.records import MountRecord
+from irdmafs.backend.model.records import SIZE_MAX, MountRecord
 from irdmafs.backend.namespace import ROOT_INO, Inode, Tree
 from irdmafs.backend.transport import Extent, FileRange, Target
 from irdmafs.backend.transport.movers import all_movers
@@ -203,6 +204,22 @@ async def test_what_a_mount_published_is_not_replaced_by_it(cluster: Cluster, he
                     with pytest.raises(FileExistsError):
                         await attempt(tries._replace(size=shorter), node)
         assert contents_on_nodes(cluster, own) == [b"x" * size] * 2
+
+
+async def test_an_extent_that_is_longer_than_any_file_is_refused(
+    cluster: Cluster, here: Path
+) -> None:
+    """It is one hole, and takes no room; but nodes would read it for years when they check it."""
+    async with attacking(cluster) as attacker:
+        (here / "file").write_bytes(bytes(555))
+        await attacker.replica.barrier()
+        own = Extent(attacker.session.number << 24 | 1, 0)
+        target = attacker.target(attacker.file(555))
+        with descriptor(os.memfd_create("hole")) as fd:
+            os.ftruncate(fd, SIZE_MAX + 1)
+            device = attacker.peers.device(next(iter(attacker.members.nodes)))
+            with fails_with(errno.EFBIG):
+                await device.write(own, target, FileRange(fd, 0, SIZE_MAX + 1))
 
 
 async def test_a_reader_that_never_answers_does_not_stop_writers(cluster: Cluster) -> None:

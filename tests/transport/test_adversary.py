@@ -23,7 +23,7 @@ from test_strangers import EXTENT, REQUESTS, TARGET
 
 from irdmafs.backend.model.records import NodeAddress
 from irdmafs.backend.transport import Extent, Unreachable, messages
-from irdmafs.backend.transport.frames import decode_welcome
+from irdmafs.backend.transport.frames import BadMessage, decode_welcome
 from irdmafs.backend.transport.movers import all_movers
 from irdmafs.backend.transport.peers import Peers, open_peers
 from irdmafs.backend.transport.rights import ROLES, Scope, may
@@ -291,6 +291,15 @@ async def test_what_is_said_in_a_control_connection_by_others_ends_it(
         assert not cluster.service(1).aborted
 
 
+@pytest.mark.parametrize(("code", "node"), [(-1, 1), (1 << 12, 1), (1 << 40, 1), (5, -1)])
+def test_an_error_that_no_system_has_is_no_answer(code: int, node: int) -> None:
+    failed = msgspec.msgpack.encode(messages.Failed(code, node, ""))
+    reply = wire.encode(wire.Reply(wire.ReplyKind.FAILED, code, node))
+    for decode, said in ((strangers.CODEC.decode_answer, failed), (wire.decode_reply, reply)):
+        with pytest.raises(BadMessage):
+            decode(said)
+
+
 # -- peers with a certificate --------------------------------------------------------------------
 
 
@@ -377,6 +386,27 @@ async def test_rights_of_a_data_connection_end_with_its_control_connection(memor
         await until(lambda: cluster.nodes[1].listener.host.counters.connections >= 2)
         await connection.control.aclose()
         assert await strangers.is_closed(connection.stream)
+        await connection.aclose()
+
+
+@pytest.mark.parametrize("revoked", [False, True])
+async def test_what_is_being_read_comes_to_its_end_unless_the_certificate_is_revoked(
+    memory: Path, revoked: bool
+) -> None:
+    length = 16 * MiB
+    async with in_cluster(memory, 1) as cluster:
+        await cluster.write(EXTENT, random_bytes(length))
+        connection = await strangers.data_connection(cluster)
+        await connection.send(connection.framed(header(wire.Op.READ, EXTENT, length)[4:]))
+        assert (await connection.reply()).kind is wire.ReplyKind.OK
+        host, received = cluster.nodes[1].listener.host, 0
+        before = host.counters.connections
+        host.is_revoked = lambda serial: revoked
+        await connection.control.aclose()
+        await until(lambda: host.counters.connections < before)
+        while received < length and (more := await connection.stream.receive_some(MiB)):
+            received += len(more)
+        assert (received < length) == revoked
         await connection.aclose()
 
 

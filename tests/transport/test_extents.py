@@ -30,7 +30,7 @@ from harness.transport_place import (
 )
 
 from irdmafs.backend.transport import Extent, Fenced, FileRange, Target, Unreachable, link
-from irdmafs.backend.transport.peers import Peers, open_peers
+from irdmafs.backend.transport.peers import Peers
 from irdmafs.backend.transport.tcp import data
 from irdmafs.backend.transport.tcp.channel import Channel
 from irdmafs.backend.transport.tcp.streams import send_range
@@ -63,13 +63,6 @@ async def test_a_written_extent_is_on_every_node_of_the_chain_and_can_be_read(
 async def test_a_part_of_an_extent_is_read_into_a_part_of_a_file(memory: Path) -> None:
     async with in_cluster(memory, 1) as cluster:
         await read_a_part(cluster)
-
-
-async def test_reading_beyond_the_end_of_an_extent_is_an_error(memory: Path) -> None:
-    async with in_cluster(memory, 1) as cluster:
-        await cluster.peers.device(1).put(Extent(1, 0), Target(1, 1, ()), b"short")
-        with fails_with(errno.EINVAL):
-            await cluster.read(1, Extent(1, 0), 1, 5)
 
 
 async def test_a_small_extent_is_put_along_the_chain_in_one_round_trip(memory: Path) -> None:
@@ -159,20 +152,6 @@ async def test_a_working_copy_is_adopted_and_sent_down_the_chain(memory: Path) -
             await cluster.peers.device(1).adopt(Extent(7, 0), Target(1, 1, (2, 3)), "7")
             assert cluster.have(Extent(7, 0), data) == [1, 2, 3]
         assert os.stat(cluster.service(1).path(Extent(7, 0))).st_ino == inode
-
-
-async def test_the_other_messages_reach_the_service(memory: Path) -> None:
-    async with in_cluster(memory, 1) as cluster:
-        await cluster.peers.ping(1)
-        await cluster.peers.device(1).abort(99)
-        assert await cluster.peers.suspect(1, 5, 2)
-        assert cluster.service(1).aborted == [99]
-        assert cluster.service(1).suspected == [(5, 2)]
-        resolve = cluster.peers.resolve
-        async with open_peers(
-            resolve, (), name="admin", role="admin", timeout_s=TIMEOUT_S
-        ) as admin:
-            assert await admin.status(1) == {"node": "1", "extents": 0}
 
 
 async def test_an_extent_that_a_node_has_is_not_sent_to_it_again(memory: Path) -> None:

@@ -21,8 +21,6 @@ from irdmafs.backend.transport import Extent, Target
 from irdmafs.backend.transport.frames import Codec
 from irdmafs.backend.transport.mover import Mover
 from irdmafs.backend.transport.movers import all_movers
-from irdmafs.backend.transport.operations import codec_for
-from irdmafs.backend.transport.rights import ROLES, Scope, may
 
 TIMEOUT_S = 20.0
 SESSION, KEY = 7, b"k" * 32
@@ -137,15 +135,6 @@ async def test_the_rights_to_a_movers_messages_are_checked_for_it(memory: Path, 
             with pytest.raises(PermissionError):
                 await place.write(extent, bytes(MiB))
         assert place.have(extent, bytes(MiB)) == ([1] if key == KEY else [])
-
-
-def test_each_role_has_the_rights_that_the_mover_says() -> None:
-    rights = Codec([MESSAGES]).rights
-    assert [may(rights, role, Bring) for role in ROLES] == [
-        Scope.ANY, Scope.OWN, Scope.NONE, Scope.NONE,
-    ]  # fmt: skip
-    assert may(rights, "admin", Fetch) is Scope.NONE
-    assert may(codec_for(()).rights, "node", Fetch) is Scope.NONE
 
 
 def test_two_movers_with_one_tag_are_refused_at_once() -> None:

@@ -17,7 +17,7 @@ from msgspec import Meta
 from irdmafs.backend.transport import Extent
 from irdmafs.backend.transport.messages import AboutExtent, Answer, Request
 from irdmafs.backend.transport.mover import Host
-from irdmafs.backend.transport.operations import OPERATIONS, Operation, codec_for
+from irdmafs.backend.transport.operations import OPERATIONS, Operation
 from irdmafs.backend.transport.peers import Peers
 from irdmafs.backend.transport.rights import ANY, NONE, Peer
 
@@ -73,17 +73,3 @@ def test_a_handler_answers_the_message_that_it_is_for(memory: Path) -> None:
 def test_an_operation_is_refused_to_roles_that_have_no_right_to_it(memory: Path) -> None:
     with pytest.raises(PermissionError, match="a reader may not send measure"):
         asked(memory, KNOWN, role="reader")
-
-
-def test_a_message_that_makes_no_sense_ends_the_connection(memory: Path) -> None:
-    with pytest.raises(OSError, match="store node 1"):
-        asked(memory, KNOWN, digits=0)
-
-
-def test_operations_with_one_tag_are_refused_at_once() -> None:
-    class Other(Measure, tag=80):
-        pass
-
-    same_tag: dict[type[Request], Operation] = {Other: LINE[Measure]}
-    with patch.dict(OPERATIONS, same_tag), pytest.raises(TypeError, match="tag"):
-        codec_for(())

@@ -2,7 +2,6 @@
 
 import errno
 import os
-import random
 import shutil
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager
@@ -88,22 +87,6 @@ async def test_a_transfer_takes_one_round_trip_on_the_control_connection(memory:
             assert cluster.peers.counters.round_trips == before + 1
             await cluster.read(1, Extent(number, 0), 0, MiB)
             assert cluster.peers.counters.round_trips == before + 2
-
-
-async def test_many_transfers_at_once_do_not_mix(memory: Path) -> None:
-    length = 3 * MiB + 77
-    async with on_adapter(memory) as cluster:
-
-        async def there_and_back(number: int) -> None:
-            data = random.Random(number).randbytes(length)
-            await cluster.write(Extent(number, 0), data, 2)
-            assert await cluster.read(1, Extent(number, 0), 0, length) == data
-            assert cluster.have(Extent(number, 0), data) == [1, 2]
-
-        async with trio.open_nursery() as nursery:
-            for number in range(12):
-                nursery.start_soon(there_and_back, number)
-        assert cluster.peers.counters.fallbacks == 0
 
 
 async def test_what_is_handed_on_is_registered_as_what_comes_in_is(memory: Path) -> None:
@@ -197,8 +180,9 @@ async def test_what_was_not_used_for_longest_makes_room(memory: Path) -> None:
     async with on_adapter(memory, 1, Choice(limit_bytes=4 * MiB)) as cluster:
         for number in range(6):
             await cluster.write(Extent(number, 0), bytes(MiB))
-        assert cluster.adapter.regions.pinned_bytes <= 4 * MiB
-        assert cluster.adapter.regions.evictions >= 4
+        regions = cluster.adapter.regions
+        assert regions.pinned_bytes <= 4 * MiB
+        assert regions.registrations - len(regions._regions) >= 4
         assert cluster.peers.counters.fallbacks == 0
 
 

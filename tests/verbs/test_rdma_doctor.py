@@ -196,16 +196,6 @@ def test_a_link_that_is_down_is_to_be_set_up(port: Way) -> None:
 
 
 @pytest.mark.verbs
-@pytest.mark.parametrize("index", [0, 999])
-def test_a_gid_that_leads_nowhere_is_answered_with_the_one_that_does(port: Way, index: int) -> None:
-    only_in_guest()
-    check = checks(Choice(device=port.device, gid_index=index))["RDMA"]
-    assert check.verdict == "warn"
-    assert f"GID {index}" in check.found
-    assert f"--gid-index {port.gid_index} (" in check.remedy
-
-
-@pytest.mark.verbs
 def test_missing_pyverbs_is_to_be_installed(port: Way, tmp_path: Path) -> None:
     (tmp_path / "pyverbs.py").write_text("raise ImportError('No module named pyverbs')\n")
     found, remedy = bad(doctor(prefix=("env", f"PYTHONPATH={tmp_path}"))["RDMA"])

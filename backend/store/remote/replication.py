@@ -253,7 +253,7 @@ class Publisher:
             async with self._asking:
                 try:
                     if doubted:
-                        await cluster.engine.settle()
+                        await cluster.engine.fenced.settle()
                         await cluster.replica.barrier()
                         inode = cluster.tree.inodes.get(doubted)
                         if inode is not None and inode.extent == content:

@@ -80,8 +80,7 @@ class Channel:
         self._listens = listens
         self.authentication: Authentication
         self.clean = True
-        self.was_idle = False
-        self.idle_since = time.monotonic()
+        self.idle_since = 0.0  # 0: it was never idle
         # The next message, as far as it was received.
         self._message = bytearray()
         self._said = 0.0

@@ -3,13 +3,14 @@
 import socket
 import ssl
 from collections import OrderedDict
+from contextlib import ExitStack
 from typing import NamedTuple
 
 import trio
 
 from ...trust.security import describe_tls_error
 from ...unwrap import if_it_fails
-from ..door import begins_with_tls, identity_of
+from ..door import TLS_BEGINS, identity_of
 from ..frames import BadMessage
 from ..messages import Answer, Request
 from ..mover import Connection, Host, Lasting, Serving
@@ -34,8 +35,7 @@ class Guest(Connection):
         self._serving = serving
         # Numbers of tickets that it has not used yet, the oldest first.
         self.tickets: dict[bytes, None] = {}
-        # The cancel scopes of data connections that wait for a request.
-        self.waiting: set[trio.CancelScope] = set()
+        self.channels: set[Channel] = set()
         self.has_left = False
 
     async def answer(self, request: Request) -> Answer | Lasting:
@@ -43,9 +43,13 @@ class Guest(Connection):
         return Granted(self._serving.grant(self, request.count))
 
     def close(self, why: str) -> None:
+        """End its data connections, those with a request under way after it; but all now if the certificate
+        was revoked."""
         self.has_left = True
-        for scope in self.waiting:
-            scope.cancel()
+        is_revoked = self._serving.host.is_revoked(self.peer.identity.serial)
+        for channel in self.channels:
+            if is_revoked or channel.clean:
+                channel.shutdown()
         for number in list(self.tickets):
             self._serving.forget(number)
 
@@ -63,7 +67,7 @@ class TcpServing(Serving):
     connections that are not encrypted; with credentials those that are, are always welcome."""
 
     def __init__(self, host: Host, encrypt: bool, port: int) -> None:
-        self._host = host
+        self.host = host
         self._encrypt = encrypt
         self.port = port
         self._data = Data(host)
@@ -115,29 +119,29 @@ class TcpServing(Serving):
 
     async def serve(self, sock: trio.socket.SocketType, address: str) -> None:
         """Serve one data connection. Raises as Door.open allows."""
-        channel: Channel | None = None
-        try:
-            with self._host.door.stranger():
-                channel = await self._open_channel(sock)
-                guest = self.redeem(channel, await _preamble(channel))
-            with self._host.door.member():
-                while await _has_request(channel, guest):
-                    if not await self._data.serve(channel, guest.peer):
-                        break
-        except Lost as error:
-            raise trio.BrokenResourceError(str(error)) from None
-        finally:
-            if channel is not None:
-                channel.close()
+        with ExitStack() as after:
+            try:
+                with self.host.door.stranger():
+                    channel = await self._open_channel(sock)
+                    after.callback(channel.close)
+                    guest = self.redeem(channel, await _preamble(channel))
+                with self.host.door.member():
+                    guest.channels.add(channel)
+                    after.callback(guest.channels.discard, channel)
+                    while await _has_request(channel, guest):
+                        if not await self._data.serve(channel, guest.peer):
+                            break
+            except Lost as error:
+                raise trio.BrokenResourceError(str(error)) from None
 
     async def _open_channel(self, sock: trio.socket.SocketType) -> Channel:
         """Return the channel, encrypted if the peer begins with TLS."""
         start = await sock.recv(1, socket.MSG_PEEK)
-        encrypted = begins_with_tls(start) and self._host.credentials is not None
+        encrypted = start == TLS_BEGINS and self.host.credentials is not None
         if self._encrypt and not encrypted:
             raise BadMessage("it opened a data connection that is not encrypted")
         plain = socket.socket(fileno=sock.detach())
-        channel = make_channel(plain, self._host, encrypted=encrypted, listens=True)
+        channel = make_channel(plain, self.host, encrypted=encrypted, listens=True)
         if isinstance(channel, EncryptedChannel):
             with if_it_fails(channel.close):
                 await _shake_hands(channel.sock)
@@ -165,13 +169,9 @@ async def _has_request(channel: Channel, guest: Guest) -> bool:
         return False
     if channel.has_input():
         return True
-    with trio.move_on_after(IDLE_S) as scope:
-        guest.waiting.add(scope)
-        try:
-            await trio.lowlevel.wait_readable(channel.sock)
-            return True
-        finally:
-            guest.waiting.discard(scope)
+    with trio.move_on_after(IDLE_S):
+        await trio.lowlevel.wait_readable(channel.sock)
+        return True
     return False
 
 

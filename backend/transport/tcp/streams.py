@@ -26,6 +26,7 @@ import errno
 import mmap
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from operator import itemgetter
 
 from .. import Landed, nothing_landed
@@ -66,9 +67,8 @@ def send_range(
         except BlockingIOError:
             pass
         except Lost:
-            reply = _last_reply(channel)
-            if reply is not None:
-                return reply
+            with suppress(Lost, BadMessage):
+                return wait_for_reply(channel)  # it may have said why
             raise
         # A reader that has everything may send the next request, which is no reply.
         reply = channel.reply_meanwhile() if offset < end else None
@@ -101,16 +101,6 @@ def wait_for_reply(channel: Channel) -> Reply:
             return reply
         else:
             progress_at = time.monotonic()
-
-
-def _last_reply(channel: Channel) -> Reply | None:
-    try:
-        while (reply := channel.next_message(decode_reply, wait=False)) is not None:
-            if reply.kind is not ReplyKind.WORKING:
-                return reply
-    except (Lost, BadMessage):
-        pass
-    return None
 
 
 def receive_ranges(

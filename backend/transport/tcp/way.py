@@ -45,7 +45,7 @@ IDLE_CHANNEL_S = 15.0
 _CHANNELS_KEPT = 16
 _LENGTH: Final = itemgetter(1)
 _NOWHERE = Target(0, 0, ())
-_WAS_IDLE: Final = attrgetter("was_idle")
+_IDLE_SINCE: Final = attrgetter("idle_since")
 
 
 class TcpWay(Way):
@@ -129,7 +129,7 @@ class TcpWay(Way):
             headers = [Header(op, extent, target, number, total, comes, s, trace) for s in shares]
             channels = await self.borrow(len(shares))
             works = [*map(partial, repeat(work), channels, headers)]
-            was_idle = any(map(_WAS_IDLE, channels))
+            was_idle = any(map(_IDLE_SINCE, channels))
             try:
                 await in_threads(works, partial(_shut_down, channels), places)
                 return
@@ -176,7 +176,6 @@ class TcpWay(Way):
             self._lent.discard(channel)
             if channel.clean and self._control is not None and len(self._idle) < _CHANNELS_KEPT:
                 channel.idle_since = time.monotonic()
-                channel.was_idle = True
                 self._idle.append(channel)
             else:
                 channel.close()

@@ -18,7 +18,7 @@ from msgspec.msgpack import Decoder, Encoder
 from ...files.sparse import SEGMENTS_MAX
 from .. import Extent, Number, Target
 from ..frames import BadMessage, MessageSet, decoded
-from ..messages import TEXT_MAX, VERSION, Answer, Name, Request, describe_version, error_of
+from ..messages import TEXT_MAX, VERSION, Answer, Errno, Name, Request, describe_version, error_of
 from ..rights import ANY, NONE, OWN, Row
 from .authentication import CODE_BYTES, TICKET_NUMBER_BYTES, Ticket
 
@@ -66,7 +66,7 @@ class Reply(NamedTuple):
     were received."""
 
     kind: ReplyKind
-    code: int = 0
+    code: Errno = 0
     node: Number = 0
     text: Annotated[str, Meta(max_length=TEXT_MAX)] = ""
     closing: bool = False

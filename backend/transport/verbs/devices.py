@@ -244,8 +244,7 @@ def _device(where: Path) -> Device:
         for number in sorted(os.listdir(where / "ports"), key=int)
     )
     node_type = _text(where / "node_type")
-    driver = ""
-    pci = ""
+    driver = pci = ""
     if (where / "device" / "driver").exists():
         driver = os.path.basename(os.path.realpath(where / "device" / "driver"))
         pci = os.path.basename(os.path.realpath(where / "device"))

@@ -32,7 +32,7 @@ class VerbsMissing(OSError):
 
 
 class Library:
-    """The part of pyverbs that is used. `enum` finds a constant in any supported version."""
+    """The part of pyverbs that is used. `enum` returns the value of IBV_NAME in any supported version."""
 
     def __init__(self) -> None:
         addr = _module("addr")
@@ -49,21 +49,15 @@ class Library:
         self.RecvWR, self.SendWR, self.SGE = wr.RecvWR, wr.SendWR, wr.SGE
         self.errors = _Errors(_module("pyverbs_error").PyverbsError)
         self._enums = _enums()
-        self._values: dict[str, int] = {}
+        self.enum = functools.cache(self._find)
         self._channels = threading.Lock()
 
-    def enum(self, name: str) -> int:
-        """Return the value of IBV_NAME."""
-        value = self._values.get(name)
-        if value is None:
-            value = self._values[name] = self._find(f"IBV_{name}")
-        return value
-
     def _find(self, name: str) -> int:
+        full_name = f"IBV_{name}"
         for group in (self._enums, *vars(self._enums).values()):
-            if (group is self._enums or isinstance(group, type)) and hasattr(group, name):
-                return int(getattr(group, name))
-        raise VerbsMissing(f"this pyverbs does not know {name}")
+            if (group is self._enums or isinstance(group, type)) and hasattr(group, full_name):
+                return int(getattr(group, full_name))
+        raise VerbsMissing(f"this pyverbs does not know {full_name}")
 
     def open(self, device: str) -> tuple[Any, int]:
         """Return a Context and the non-blocking descriptor of its asynchronous events. Raises OSError."""

@@ -31,18 +31,15 @@ def find_rails(
     """Return the rails of this host; the one with its address `local`, if there is one, comes first. Raises
     OSError ENODEV if there is no rail."""
     own = networks.own_addresses()
-    others = [route for route in entries(found, device, gid_index) if _can_be_paired(route, own)]
-    rails: list[OwnRail] = []
+    routes = [route for route in entries(found, device, gid_index) if _can_be_paired(route, own)]
+    way: Route | None = None
     try:
         way = choose(found, local, device, gid_index)
-        rails.append(_rail(way, own, on_way=True))
+        routes = [way, *(route for route in routes if route != way)]
     except OSError:
-        if not others:
+        if not routes:
             raise
-    else:
-        others = [route for route in others if route != way]
-    rails += [_rail(route, own, on_way=False) for route in others]
-    return rails[:RAILS_MAX]
+    return [_rail(route, own, on_way=route is way) for route in routes[:RAILS_MAX]]
 
 
 def pair(here: list[OwnRail], there: list[Rail]) -> list[tuple[OwnRail, Rail]]:

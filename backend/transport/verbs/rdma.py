@@ -211,13 +211,12 @@ class Rdma:
     def rails(self, local: str) -> list[OwnRail]:
         """Return the rails of this host; `local` is its address on the way to the peer. Raises OSError if
         there is none."""
-        choice = self.choice
         if self.why_not:
             raise OSError(errno.ENODEV, self.why_not)
         if time.monotonic() > self._found_at + _FRESH_S:
             self._found = devices.find()
             self._found_at = time.monotonic()
-        return find_rails(self._found, local, choice.device, choice.gid_index)
+        return find_rails(self._found, local, self.choice.device, self.choice.gid_index)
 
     def rail(self, local: str, name: str, gid: bytes) -> OwnRail:
         """Return the rail that was named to a peer. Raises OSError if it is gone."""
@@ -228,11 +227,10 @@ class Rdma:
 
     def open(self, route: devices.Route) -> Adapter:
         """Return the adapter of a route's port. Raises OSError."""
-        choice = self.choice
         key = route.device.name, route.port.number
         adapter = self._adapters.get(key)
         if adapter is None:
-            limit_bytes = choice.limit_bytes or _default_limit_bytes()
+            limit_bytes = self.choice.limit_bytes or _default_limit_bytes()
             adapter = self._open.enter_context(Adapter(load(), route, limit_bytes))
             self._adapters[key] = adapter
             self._opened.set()

@@ -130,8 +130,8 @@ class Regions:
         self.limit_bytes = limit_bytes
         self._regions: OrderedDict[Region, None] = OrderedDict()
         self._of_file: dict[FileId, list[Region]] = {}
-        # Regions made, uses of one that was there, regions dropped to make room, and bytes registered now.
-        self.registrations = self.hits = self.evictions = self.pinned_bytes = 0
+        # Regions made, uses of one that was there, and bytes registered now.
+        self.registrations = self.hits = self.pinned_bytes = 0
 
     async def acquire(self, fd: int, length: int) -> Region:
         """Return a region over a whole file, which has at least `length` bytes; the caller has to `release`
@@ -237,12 +237,9 @@ class Regions:
             self._evict(region)
 
     def _make_room(self, length: int) -> None:
-        def is_full(region: Region) -> bool:
-            return self._is_full(length)
-
         if self._is_full(length):
             self.drop_orphans()
-            self._evict_where(is_full)
+            self._evict_where(lambda region: self._is_full(length))
         if self._is_full(length):
             raise OSError(errno.ENOMEM, f"{self.pinned_bytes} bytes are registered already")
 
@@ -254,7 +251,6 @@ class Regions:
         for region in list(self._regions):
             if not region.users and condition(region):
                 self._evict(region)
-                self.evictions += 1
 
     def _evict(self, region: Region) -> None:
         del self._regions[region]
