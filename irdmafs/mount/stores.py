@@ -238,9 +238,7 @@ def explicit_store(directory: str, mountpoint: str, size: int | None = None) -> 
     path = os.path.realpath(mounting.named(directory))
     if os.path.commonpath([path, mountpoint]) in (path, mountpoint):
         raise MountError(f"the store {directory} and the mountpoint must not contain each other")
-    below = mounting.containing_mount(path)
-    if below is not None and below.fstype == mounting.FSTYPE:
-        raise MountError(f"the store {directory} is on an irdmafs mount; it needs memory or a disk")
+    refuse_mount(path, directory)
     if size is not None and not _is_private_tmpfs(path):
         raise MountError(
             f"--size limits the private tmpfs that irdmafs makes; {directory} has the size of the "
@@ -261,6 +259,13 @@ def explicit_store(directory: str, mountpoint: str, size: int | None = None) -> 
         resize(path, size)
     write_note(path, MOUNTPOINT_FILE, mountpoint)
     return Store(path, created, warnings)
+
+
+def refuse_mount(path: str, name: str) -> None:
+    """Raise MountError for a store on a mount of irdmafs: the two would wait for each other."""
+    below = mounting.containing_mount(path)
+    if below is not None and below.fstype == mounting.FSTYPE:
+        raise MountError(f"the store {name} is on an irdmafs mount; it needs memory or a disk")
 
 
 def _reason(error: OSError) -> str:
