@@ -38,6 +38,7 @@ from ..backend.namespace.inode import NAME_MAX, ROOT_INO, Inode, inode_key, name
 from ..backend.namespace.numbers import SUBVOLUMES, next_ino_key
 from ..backend.trust.authority import REVOKED_FILE, issue, list_revoked, make_ca
 from ..backend.trust.security import Role
+from ..mount.stores import locked
 
 if TYPE_CHECKING:
     from ..backend.etcd.engine import EtcdEngine
@@ -63,49 +64,54 @@ class Plan:
 def made_files(directory: str, plan: Plan) -> Iterator[str]:
     """Write cluster.toml and the certificates, unless an earlier run left those of the same cluster, and
     yield the path of cluster.toml. Files that are new are removed again when the body fails, or is
-    interrupted.
+    interrupted. Others who make a cluster in this directory wait meanwhile.
 
     Raises ConfigError when the files that exist are another cluster's, or when they cannot be written.
     """
     path = os.path.join(directory, "cluster.toml")
-    text = _config_text(plan)
     try:
         os.makedirs(directory, mode=0o700, exist_ok=True)
-        there = set(os.listdir(directory))
-        if "cluster.toml" in there and Path(path).read_text() != text:
-            raise ConfigError(
-                f"{path} describes a cluster already; choose another directory with --out, or "
-                "remove it"
-            )
+        with locked(directory), _new_files_removed(directory):
+            _write_files(directory, path, plan)
+            yield path
     except OSError as error:
-        raise ConfigError(f"cannot make {path}: {error.strerror}") from error
+        raise ConfigError(
+            f"cannot make {path}: {error.strerror}; choose another directory with --out"
+        ) from error
+
+
+@contextmanager
+def _new_files_removed(directory: str) -> Iterator[None]:
+    """Remove files of a cluster that the block makes, if it fails."""
+    there = os.listdir(directory)
     try:
-        if "cluster.toml" not in there:
-            _write_files(directory, plan, text)
-        yield path
+        yield
     except BaseException:
-        for name in set(os.listdir(directory)) - there:
-            if name == "cluster.toml" or name.endswith((".pem", ".key", ".crl")):
+        for name in os.listdir(directory):
+            if name not in there and name.endswith(("cluster.toml", ".pem", ".key", ".crl")):
                 os.unlink(os.path.join(directory, name))
         raise
 
 
-def _write_files(directory: str, plan: Plan, text: str) -> None:
-    path = os.path.join(directory, "cluster.toml")
-    try:
-        if plan.tls:
-            make_ca(directory, plan.name)
-            list_revoked(directory, ())
-            roles: tuple[Role, ...] = ("node", "mount", "reader", "admin")
-            for role in roles:
-                issue(directory, role, role)
-            if plan.etcd_hosts:
-                issue(directory, "etcd", "etcd", plan.etcd_hosts)
-        # Written last: its presence says that the other files are complete.
-        with open(path, "x") as file:
-            file.write(text)
-    except OSError as error:
-        raise ConfigError(f"cannot write {path}: {error.strerror}") from error
+def _write_files(directory: str, path: str, plan: Plan) -> None:
+    text = _config_text(plan)
+    if os.path.exists(path):
+        if Path(path).read_text() != text:
+            raise ConfigError(
+                f"{path} describes a cluster already; choose another directory with --out, or remove it"
+            )
+        return
+    if plan.tls:
+        make_ca(directory, plan.name)
+        list_revoked(directory, ())
+        roles: tuple[Role, ...] = ("node", "mount", "reader", "admin")
+        for role in roles:
+            issue(directory, role, role)
+        if plan.etcd_hosts:
+            issue(directory, "etcd", "etcd", plan.etcd_hosts)
+    # Written last: its presence says that the other files are complete.
+    with open(path, "x") as file:
+        file.write(text)
     ClusterConfig.load(path)
 
 

@@ -117,7 +117,8 @@ def _private_directory(path: str) -> bool:
 
 
 @contextmanager
-def _locked(directory: str) -> Iterator[None]:
+def locked(directory: str) -> Iterator[None]:
+    """Wait until no other command has this directory locked, and lock it. Raises OSError."""
     descriptor = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX)
@@ -137,7 +138,7 @@ def default_store(mountpoint: str, size: int | None = None) -> Store:
         try:
             os.makedirs(os.path.dirname(TMPFS_ROOT), 0o755, exist_ok=True)
             _private_directory(TMPFS_ROOT)
-            with _locked(TMPFS_ROOT):
+            with locked(TMPFS_ROOT):
                 store = _tmpfs_store(os.path.join(TMPFS_ROOT, store_name(mountpoint)), size)
             write_note(store.path, MOUNTPOINT_FILE, mountpoint)
             return store

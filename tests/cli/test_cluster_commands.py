@@ -6,6 +6,7 @@ import re
 import signal
 import subprocess
 from collections.abc import Awaitable, Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -158,6 +159,19 @@ def test_init_refuses_a_cluster_that_exists_and_leaves_it_as_it_is(cluster: Clus
     assert list(elsewhere.directory.iterdir()) == []
     assert cluster.status(2)["settings"] == before
     assert {p.name: p.read_bytes() for p in cluster.directory.iterdir() if p.is_file()} == files
+
+
+def test_of_two_inits_at_once_in_a_directory_one_makes_the_cluster(
+    etcd: EtcdServer, tmp_path: Path
+) -> None:
+    new = Cluster(etcd, tmp_path / "made", "twice")
+    with ThreadPoolExecutor() as pool:
+        first, second = pool.map(new.init, ["--etcd-plain"] * 2)
+    done, refused = sorted((first, second), key=lambda one: one.returncode)
+    assert done.returncode == 0, done
+    assert "has a cluster named 'twice' already" in one_line(refused)
+    assert new.status(2)["cluster"] == "twice"
+    assert len(os.listdir(tmp_path / "made")) == 12
 
 
 def test_init_does_not_overwrite_the_files_of_another_cluster(cluster: Cluster) -> None:
