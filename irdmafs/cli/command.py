@@ -100,6 +100,8 @@ def mount(
 ) -> None:
     """Mount a filesystem on DIR and return once it answers."""
     own = {field.name: flags.pop(field.name) for field in fields(MountFlags)}
+    if not own["foreground"]:
+        click.get_current_context().with_resource(background.ended_as_by_ctrl_c())
     if verbose:
         own["log_level"] = "debug"
     if own["log_file"] is not None:
