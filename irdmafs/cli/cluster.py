@@ -99,12 +99,9 @@ def ask(path: str, attribute: str, purpose: str, otherwise: str) -> bytes:
     try:
         return mounting.ask_mount(os.path.abspath(path), attribute)
     except OSError as error:
-        why = error.strerror or str(error)
-        if error.errno in mounting.STALE_ERRNOS:
-            why = mounting.STALE_MESSAGE
-        elif error.errno in (errno.ENOTSUP, errno.ENODATA, errno.EINVAL):
+        if error.errno in (errno.ENOTSUP, errno.ENODATA, errno.EINVAL):
             raise Lacking(f"cannot {purpose} {path}: {otherwise}") from error
-        raise MountError(f"cannot {purpose} {path}: {why}") from error
+        raise MountError(f"cannot {purpose} {path}: {mounting.reason(error)}") from error
 
 
 def load(path: str | None, overrides: dict[str, dict[str, Any]] | None = None) -> ClusterConfig:

@@ -166,5 +166,5 @@ def failing(path: str | None = None) -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        name = path or error.filename
-        raise MountError(f"{name}: {error.strerror}" if name else str(error.strerror)) from None
+        name, why = path or error.filename, mounting.reason(error)
+        raise MountError(f"{name}: {why}" if name else why) from None

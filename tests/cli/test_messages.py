@@ -386,8 +386,12 @@ def test_attribute_that_means_nothing_is_refused_and_log_and_status_say_why(moun
 def test_a_question_to_a_stale_mount_says_what_is_wrong_and_it_is_unmounted(mounted: Mount) -> None:
     (mounted.path / "file").write_text("x")
     mounted.kill9()
-    for command in ("versions", "prefetch"):
-        assert "mount it again" in one_line(irdmafs(command, mounted.path / "file"))
+    file, directory = mounted.path / "file", mounted.path
+    for words in (
+        *(("versions", file), ("prefetch", file), ("watch", file), ("publish", file, directory)),
+        *(("hold", directory, "true"), ("rollback", directory, "1"), ("diff", directory, "1", "2")),
+    ):
+        assert "mount it again" in one_line(irdmafs(*words))
     assert irdmafs("umount", mounted.path).returncode == 0
     assert not mounted.is_mounted()
 
