@@ -126,6 +126,8 @@ def with_etcd(config: ClusterConfig, task: Callable[[EtcdEngine], Awaitable[T]])
         return trio.run(run, restrict_keyboard_interrupt_to_checkpoints=True)
     except RpcError as error:
         raise MountError(f"{where} refuses: {error.text}") from error
+    except BrokenPipeError:
+        raise  # of the command's output: etcd's connections raise other errors
     except OSError as error:
         raise MountError(f"{where}: {error.strerror or error}") from error
 
@@ -279,28 +281,27 @@ def status_command(ctx: click.Context, as_json: bool, config_path: str | None) -
     from ..backend.cluster.report import report_of
     from .cluster_status import print_cluster
 
-    async def show(engine: EtcdEngine) -> str:
+    async def look(engine: EtcdEngine) -> dict[str, Any]:
         found = await read_state(config, engine)
         await ask_nodes(found, config)
         await name_files(found, engine)
         found.etcd_room = await engine.admin.room.everywhere()
-        data = {
+        return {
             "cluster": config.cluster.name,
             "etcd": list(config.cluster.etcd),
             **report_of(found),
             "warnings": await engine.admin.weaknesses(),
         }
-        (print_json if as_json else print_cluster)(data)
-        return str(data["health"])
 
     try:
         config = load(config_path)
-        health = with_etcd(config, show)
+        data = with_etcd(config, look)
     except ConfigError as error:
         # The exit code is that of a cluster whose nodes are all gone.
         say(str(error), err=True)
         ctx.exit(_EXIT_CODES["unavailable"])
-    ctx.exit(_EXIT_CODES[health])
+    (print_json if as_json else print_cluster)(data)
+    ctx.exit(_EXIT_CODES[data["health"]])
 
 
 @cluster.command("accept-restore")

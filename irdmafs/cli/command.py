@@ -58,17 +58,16 @@ class _Group(click.Group):
                 raise
             ctx.exit(128 + signal.SIGINT)
         except OSError as error:
-            if error.errno == errno.ENOENT and not error.filename:  # as getcwd(3) fails
-                raise _Failure(
-                    "the current directory was removed; change to another directory"
-                ) from error
+            name, why = error.filename, mounting.reason(error)
             # The reader of the output closed it, as `head` does; or there is no room for it.
-            if error.errno not in (errno.EPIPE, errno.ENOSPC, errno.EDQUOT) or error.filename:
-                raise
-            os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
-            if error.errno != errno.EPIPE:
-                say(f"cannot print: {error.strerror}", err=True)
-            ctx.exit(1)
+            if name is None and error.errno in (errno.EPIPE, errno.ENOSPC, errno.EDQUOT):
+                os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
+                if error.errno != errno.EPIPE:
+                    say(f"cannot print: {why}", err=True)
+                ctx.exit(1)
+            if name is None and error.errno == errno.ENOENT:  # as getcwd(3) fails
+                why = "the current directory was removed; change to another directory"
+            raise _Failure(f"{name}: {why}" if name else why) from error
 
 
 @click.group(cls=_Group, context_settings={"help_option_names": ["-h", "--help"]})

@@ -14,6 +14,7 @@ import msgspec
 import pytest
 import trio
 from click.testing import CliRunner
+from harness.closing import descriptor
 from harness.etcd_server import EtcdServer
 from harness.mountpoint import INTERRUPTED, IRDMAFS, eventually, irdmafs, one_line
 from harness.processes import Program, has_ended
@@ -274,6 +275,17 @@ def test_status_without_nodes_is_unavailable_and_says_what_to_do(cluster: Cluste
     assert text.returncode == 2
     assert text.stderr == ""
     assert "no store nodes" in text.stdout
+
+
+def test_nothing_is_said_of_output_that_nobody_reads(cluster: Cluster) -> None:
+    cluster.admit(A)
+    reader, writer = os.pipe()
+    os.close(reader)
+    with descriptor(writer):
+        for words in (("cluster", "status"), ("rebalance",)):
+            command = (*IRDMAFS, *words, "--cluster", cluster.file)
+            done = subprocess.run(command, stdout=writer, stderr=subprocess.PIPE)
+            assert (done.returncode, done.stderr) == (1, b"")
 
 
 def test_status_of_a_cluster_that_does_not_exist(cluster: Cluster) -> None:
