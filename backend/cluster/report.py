@@ -12,6 +12,7 @@ from ..kv.faults import Fault, summary
 from ..model.placement import policy_of, replicas_of
 from ..model.policy import policy_of_rule
 from ..model.records import GROUP_BUCKET_BITS, MountRecord
+from ..model.values import counted
 from .history import described
 from .overview import Cluster
 
@@ -269,8 +270,3 @@ def _told_of(record: MountRecord) -> dict[str, Any]:
     return {
         key: value for key, value in msgspec.structs.asdict(record).items() if key != "key_digest"
     }
-
-
-def counted(count: int, noun: str) -> str:
-    """Return text like "1 node", "2 nodes"."""
-    return f"{count:,} {noun}{'' if count == 1 else 's'}"

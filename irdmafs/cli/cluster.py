@@ -46,16 +46,14 @@ json_option = click.option("--json", "as_json", is_flag=True, help="Print JSON."
 def rdma_wanted(path: str | None, flags: dict[str, dict[str, Any]]) -> tuple[Choice, str | None]:
     """Return the choice of RDMA devices that a mount with these flags would make, and a host of the
     cluster, if there is a file of one."""
-    import msgspec
-
     from ..backend.cluster.config import ClusterConfig, find_config
     from ..backend.cluster.config_sections import ClusterSection
 
     if find_config(path) is None:
         given = {name: value for name, value in flags["cluster"].items() if value is not None}
         try:
-            section = msgspec.convert(given, ClusterSection)
-        except msgspec.ValidationError as error:
+            section = ClusterSection(**given)
+        except ValueError as error:
             raise MountError(str(error)) from None
         return section.rdma_choice(encrypt_data=False), None
     config = ClusterConfig.load(path, flags)

@@ -18,6 +18,7 @@ import trio
 
 from ..backend.cluster.config import ClusterConfig
 from ..backend.cluster.config_sections import ETCD_PORT
+from ..backend.cluster.membership import read_settings
 from ..backend.kv import Compare, Conflict, Delete, Exists, Put, end_of
 from ..backend.model.clock import now_ns
 from ..backend.model.placement import pool_of
@@ -222,17 +223,14 @@ async def forget_node(engine: EtcdEngine, node: int) -> None:
 # -- directories that mounts are kept to -------------------------------------------------------------
 
 
-async def subvolume_at(engine: EtcdEngine, path: str) -> int:
+async def subvolume_at(engine: EtcdEngine, config: ClusterConfig, path: str) -> int:
     """Return the number of the subvolume at a path of the cluster, made if missing. Raises ConfigError."""
     if not engine.admin.secure:
         raise ConfigError("etcd checks nobody's rights, so no mount can be kept to a directory")
     *above, name = [os.fsencode(part) for part in path.split("/") if part] or [b""]
     if not name or any(part in (b".", b"..") or len(part) > NAME_MAX for part in (*above, name)):
         raise ConfigError(f"{path!r} is no path of a directory below the root of the cluster")
-    found_settings = await engine.get(SETTINGS_KEY)
-    if found_settings is None:
-        raise ConfigError("there is no cluster of this name in etcd")
-    settings = decode(found_settings.value, Settings)
+    settings = await read_settings(engine, config)
     for _ in range(_CHANGE_RETRIES):
         parent = ROOT_INO
         for part in above:

@@ -154,21 +154,17 @@ def mount(
 
 
 def _claim(store: str, cluster: ClusterConfig | None) -> None:
-    """Claim a store for a mount of this kind. Raises MountError where that would destroy its contents."""
+    """Claim a store for a mount of this kind. Raises MountError where that would destroy its contents, and
+    for a cache larger than its directory: it would never evict, and opens would fail."""
     stores.refuse_other_purpose(store, "cache" if cluster else "mount")
-    if cluster is not None:
-        stores.claim_cache(store, cluster.path or "FILE")
-        if cluster.mount.cache_size is not None:
-            _check_cache_size(store, cluster.mount.cache_size)
-
-
-def _check_cache_size(path: str, cache_bytes: int) -> None:
-    """Raise MountError for a cache larger than its directory: it would never evict; opens would fail."""
-    below = os.statvfs(path)
-    room = below.f_blocks * below.f_frsize
-    if cache_bytes > room:
+    if cluster is None:
+        return
+    stores.claim_cache(store, cluster.path or "FILE")
+    below = os.statvfs(store)
+    room, wanted = below.f_blocks * below.f_frsize, cluster.mount.cache_size
+    if wanted is not None and wanted > room:
         raise MountError(
-            f"a cache of {human_bytes(cache_bytes)} does not fit into {path}, which has "
+            f"a cache of {human_bytes(wanted)} does not fit into {store}, which has "
             f"{human_bytes(room)}: give a smaller --cache-size, or a larger --size"
         )
 

@@ -59,7 +59,7 @@ def cert(
     if root is not None:
         if role != "mount" or renew:
             raise click.UsageError("--root is for new certificates of mounts")
-        subvolume = with_etcd(config, lambda engine: subvolume_at(engine, root))
+        subvolume = with_etcd(config, lambda engine: subvolume_at(engine, config, root))
     if renew and role != "etcd":
         renewed = with_etcd(config, lambda engine: renewable(engine, name, role))
         owner, subvolume, kept_to = renewed.owner, renewed.subvolume, renewed.root

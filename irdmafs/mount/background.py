@@ -83,10 +83,7 @@ def run_here(config: MountConfig, ready: Callable[[str], None]) -> None:
 
     from . import daemon
 
-    try:
-        _set_up_logging(config)
-    except OSError as error:
-        raise MountError(f"cannot log to {log_path(config)}: {error.strerror}") from error
+    _set_up_logging(config)
     trio.run(daemon.serve, config, ready)
 
 
