@@ -300,7 +300,7 @@ def test_a_question_about_a_plain_directory_is_one_clear_line(tmp_path: Path) ->
     assert os.listxattr(tmp_path) == []
 
 
-def test_versions_lists_what_is_current_and_open(mounted: Mount) -> None:
+def test_versions_lists_what_is_current_and_open_and_says_what_has_none(mounted: Mount) -> None:
     file = mounted.path / "file"
     file.write_bytes(b"old")
     with file.open("rb") as reader:
@@ -314,8 +314,5 @@ def test_versions_lists_what_is_current_and_open(mounted: Mount) -> None:
     }
     assert page.returncode == 0
     assert f"inode {data['ino']}" in page.stdout and "current" in page.stdout
-
-
-def test_versions_of_what_has_none_is_one_clear_line(mounted: Mount) -> None:
     assert "No such file" in one_line(irdmafs("versions", mounted.path / "missing"))
     assert "no regular file" in one_line(irdmafs("versions", mounted.path))
