@@ -10,7 +10,7 @@ from ..kv import Compares, Conflict, Put
 from ..kv.faults import Faults
 from ..model.placement import Placement
 from ..model.records import GROUP_BUCKET_BITS, GroupConfig, encode, group_key, pool_key
-from .record_keeper import RecordKeeper
+from .record_keeper import RecordKeeper, call
 from .replica import Replica
 
 # etcd accepts 128 operations in a transaction.
@@ -118,8 +118,7 @@ class Groups(RecordKeeper):
                 self.wanted.discard(group)
             else:
                 self.wanted.add(group)
-                for listener in self.pool_wanted:
-                    listener(group)
+                call(self.pool_wanted, group)
             return
         if value is None:
             if self.configs.pop(group, None) is None:
@@ -132,5 +131,4 @@ class Groups(RecordKeeper):
             if config is None or (known is not None and known[1] == revision):
                 return
             self.configs[group] = (config, revision)
-        for listener in self.group_changed:
-            listener(group)
+        call(self.group_changed, group)

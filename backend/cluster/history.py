@@ -54,8 +54,7 @@ class History(RecordKeeper):
 
     async def check(self) -> None:
         """Check etcd's history; awaited before all keys are read. Raises WentBack, OSError."""
-        reports = await read_reports(self._engine)
-        if reports:
+        if reports := await read_reports(self._engine):
             raise WentBack(described(reports))
 
     async def wait_resolved(self, error: WentBack) -> bool:

@@ -32,7 +32,7 @@ from ..model.values import ConfigError
 from ..trust.security import Credentials
 from .config import ClusterConfig
 from .lease import MOUNT, NODE, Session
-from .record_keeper import RecordKeeper
+from .record_keeper import RecordKeeper, call
 
 log = logging.getLogger(__name__)
 
@@ -292,7 +292,7 @@ class Members(RecordKeeper):
             log.warning("store node %x is gone", node)
             if node in self.records:
                 self.dead_since[node] = time.monotonic()
-        _call(self.node_changed, node)
+        call(self.node_changed, node)
 
     def _take_record(self, node: int, record: NodeRecord | None) -> None:
         if record is not None:
@@ -302,7 +302,7 @@ class Members(RecordKeeper):
         else:
             self.records.pop(node, None)
             self.dead_since.pop(node, None)
-        _call(self.node_changed, node)
+        call(self.node_changed, node)
 
     def _take_policy(self, number: int, value: bytes) -> None:
         """Take a placement rule. A rule that is not understood keeps its number, too."""
@@ -322,7 +322,7 @@ class Members(RecordKeeper):
             # A damaged record can be replaced, if its revision is known.
             targets = self.faults.sound(key, value, Targets)
             self.targets[pool] = targets or _NO_TARGETS, revision
-        _call(self.targets_changed, pool)
+        call(self.targets_changed, pool)
 
     def _take_mount(self, lease: int, record: MountRecord | None, revision: int) -> None:
         known = self._numbers.get(lease)
@@ -336,7 +336,7 @@ class Members(RecordKeeper):
         if known is not None:
             # Gone already, if two that one transaction put have the same number.
             self.sessions.pop(known, None)
-            _call(self.session_gone, known)
+            call(self.session_gone, known)
 
     def _take_follower(self, directory: int, lease: int, follows: bool) -> None:
         if follows:
@@ -392,8 +392,7 @@ class Certificates(RecordKeeper):
         self._kept[record.owner] = record.subvolume
         if record.revoked_s and not before:
             self._tell(serial, record)
-            for listener in self.revoked:
-                listener(serial)
+            call(self.revoked, serial)
 
     def _tell(self, serial: str, record: CertificateRecord) -> None:
         if self._own is not None and serial == self._own.identity.serial:
@@ -404,8 +403,3 @@ class Certificates(RecordKeeper):
             )  # fmt: skip
         elif self._loaded:
             log.warning("the certificate of %s %r is revoked", record.role, record.name)
-
-
-def _call(listeners: Sequence[Callable[[int], None]], number: int) -> None:
-    for listener in listeners:
-        listener(number)

@@ -1,12 +1,15 @@
 """Consumers of the replica hub (replica.py) that take their records one by one."""
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
+from typing import TypeVar
 
 import trio
 
 from ..kv import Event, KeyValue
 from ..kv.faults import Faults
+
+T = TypeVar("T")
 
 
 class RecordKeeper(ABC):
@@ -50,3 +53,9 @@ class RecordKeeper(ABC):
     async def changed(self) -> None:
         """Wait for the next change of anything here."""
         await self._moved.park()
+
+
+def call(listeners: Iterable[Callable[[T], None]], about: T) -> None:
+    """Tell all listeners of a number or name."""
+    for listener in listeners:
+        listener(about)

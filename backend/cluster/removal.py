@@ -50,13 +50,10 @@ class Removal:
         self._members = Members()
         self._groups = Groups()
         tree = Tree()
-        self._replica = Replica(engine, (self._members, self._groups, tree))
-        committer = SharedCommitter(tree, engine, self._replica, after_commit=self._note)
+        self.replica = Replica(engine, (self._members, self._groups, tree))
+        committer = SharedCommitter(tree, engine, self.replica, after_commit=self._note)
         self._namespace = Namespace(tree, committer)
         self._newest = 0
-
-    async def start(self, nursery: trio.Nursery) -> None:
-        await self._replica.start(nursery)
 
     def lost(self, node: int) -> Lost:
         """Return what is lost with this dead node: the others that were in sync with it were removed."""
@@ -116,7 +113,7 @@ class Removal:
                     if group in left and config.in_sync == gone
                 }
                 try:
-                    left = await self._groups.change(self._replica, changes, guards)
+                    left = await self._groups.change(self.replica, changes, guards)
                 except Conflict:
                     names = ", ".join(f"{node:016x}" for node in gone)
                     raise ConfigError(f"of nodes {names} one was admitted again") from None
@@ -136,7 +133,7 @@ class Removal:
                 await for_each(inodes, unlink, at_once=_UNLINKS_AT_ONCE)
             except BaseExceptionGroup as group:
                 raise only_error(group) from group
-            await self._replica.barrier()
+            await self.replica.barrier()
         raise ConfigError("names are given to lost files all the time; try again")
 
     async def _unlink(self, groups: frozenset[int], inode: Inode) -> None:
@@ -161,5 +158,5 @@ async def removal(engine: EtcdEngine) -> AsyncIterator[Removal]:
     """Yield a view that is up to date. Raises OSError if etcd cannot be read."""
     async with background() as nursery:
         made = Removal(engine)
-        await made.start(nursery)
+        await made.replica.start(nursery)
         yield made

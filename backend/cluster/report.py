@@ -12,6 +12,7 @@ from ..kv.faults import Fault, summary
 from ..model.placement import policy_of, replicas_of
 from ..model.policy import policy_of_rule
 from ..model.records import GROUP_BUCKET_BITS, MountRecord
+from ..model.values import counted
 from .history import described
 from .overview import Cluster
 
@@ -24,33 +25,37 @@ _FILES_SHOWN = 5
 
 def health(found: Cluster) -> tuple[Health, list[str]]:
     """Return the verdict, and a line for each thing that is wrong."""
-    problems: list[tuple[Health, str]] = []
-    live = found.live
-    if found.went_back:
-        problems.append(("unavailable", str(WentBack(described(found.went_back)).strerror)))
-    problems += _faults_of_etcd(found)
-    if not live:
-        problems.append(("unavailable", "no store node is up; start one with: irdmafs serve STORE"))
-    elif all(found.state_of(node) != "up" for node in live):
-        problems.append(("degraded", "every store node is draining: nothing can be moved"))
-    else:
-        problems += (("degraded", line) for line in _nodes_to_add(found))
-    for node in found.nodes():
-        if line := _node_problem(found, node):
-            problems.append(("degraded", line))
-    if lost := found.unavailable():
-        problems.append(
-            (
-                "unavailable",
-                f"{counted(lost, 'group')} without a live replica in sync: files there must wait",
-            )
-        )
-    for lack, n in sorted(found.missing().items()):
-        problems.append(("degraded", f"{counted(n, 'group')} without {lack} of the replicas"))
-    problems += _damaged_files(found)
-    problems += _damaged_records(found)
+    problems = [*_problems(found)]
     worst: Health = max((how for how, _ in problems), key=HEALTHS.index, default="ok")
     return worst, [line for _, line in problems]
+
+
+def _problems(found: Cluster) -> Iterator[tuple[Health, str]]:
+    live = found.live
+    if found.went_back:
+        yield "unavailable", str(WentBack(described(found.went_back)).strerror)
+    yield from _faults_of_etcd(found)
+    if not live:
+        yield "unavailable", "no store node is up; start one with: irdmafs serve STORE"
+    elif all(found.state_of(node) != "up" for node in live):
+        yield "degraded", "every store node is draining: nothing can be moved"
+    else:
+        for line in _nodes_to_add(found):
+            yield "degraded", line
+    for line in filter(None, (_node_problem(found, node) for node in found.nodes())):
+        yield "degraded", line
+    if lost := found.unavailable():
+        groups = counted(lost, "group")
+        yield "unavailable", f"{groups} without a live replica in sync: files there must wait"
+    for lack, n in sorted(found.missing().items()):
+        yield "degraded", f"{counted(n, 'group')} without {lack} of the replicas"
+    yield from _damaged_files(found)
+    count, some = found.faults()
+    if count:
+        yield (
+            "degraded",
+            summary(count, [_described(found, fault) for fault in some[:_FILES_SHOWN]]),
+        )
 
 
 def _faults_of_etcd(found: Cluster) -> Iterator[tuple[Health, str]]:
@@ -80,13 +85,6 @@ def _damaged_files(found: Cluster) -> Iterator[tuple[Health, str]]:
             f"{counted(len(waiting), 'file')} with fewer sound replicas than they should have: "
             f"{_named(found, waiting)}; a right copy is being fetched as soon as a node can give it",
         )
-
-
-def _damaged_records(found: Cluster) -> Iterator[tuple[Health, str]]:
-    count, some = found.faults()
-    if count:
-        lines = [_described(found, fault) for fault in some[:_FILES_SHOWN]]
-        yield "degraded", summary(count, lines)
 
 
 def _described(found: Cluster, fault: Fault) -> str:
@@ -272,8 +270,3 @@ def _told_of(record: MountRecord) -> dict[str, Any]:
     return {
         key: value for key, value in msgspec.structs.asdict(record).items() if key != "key_digest"
     }
-
-
-def counted(count: int, noun: str) -> str:
-    """Return text like "1 node", "2 nodes"."""
-    return f"{count:,} {noun}{'' if count == 1 else 's'}"

@@ -54,6 +54,11 @@ def human_bytes(count: object) -> str:
     return f"{text} {unit}"
 
 
+def counted(count: int, noun: str) -> str:
+    """Return text like "1 node", "2 nodes"."""
+    return f"{count:,} {noun}{'' if count == 1 else 's'}"
+
+
 def meminfo(name: str) -> int:
     """Return a figure of proc_meminfo(5) in bytes, 0 where there is none."""
     with open("/proc/meminfo") as lines:

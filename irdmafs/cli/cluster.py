@@ -46,16 +46,14 @@ json_option = click.option("--json", "as_json", is_flag=True, help="Print JSON."
 def rdma_wanted(path: str | None, flags: dict[str, dict[str, Any]]) -> tuple[Choice, str | None]:
     """Return the choice of RDMA devices that a mount with these flags would make, and a host of the
     cluster, if there is a file of one."""
-    import msgspec
-
     from ..backend.cluster.config import ClusterConfig, find_config
     from ..backend.cluster.config_sections import ClusterSection
 
     if find_config(path) is None:
         given = {name: value for name, value in flags["cluster"].items() if value is not None}
         try:
-            section = msgspec.convert(given, ClusterSection)
-        except msgspec.ValidationError as error:
+            section = ClusterSection(**given)
+        except ValueError as error:
             raise MountError(str(error)) from None
         return section.rdma_choice(encrypt_data=False), None
     config = ClusterConfig.load(path, flags)
@@ -99,12 +97,9 @@ def ask(path: str, attribute: str, purpose: str, otherwise: str) -> bytes:
     try:
         return mounting.ask_mount(os.path.abspath(path), attribute)
     except OSError as error:
-        why = error.strerror or str(error)
-        if error.errno in mounting.STALE_ERRNOS:
-            why = mounting.STALE_MESSAGE
-        elif error.errno in (errno.ENOTSUP, errno.ENODATA, errno.EINVAL):
+        if error.errno in (errno.ENOTSUP, errno.ENODATA, errno.EINVAL):
             raise Lacking(f"cannot {purpose} {path}: {otherwise}") from error
-        raise MountError(f"cannot {purpose} {path}: {why}") from error
+        raise MountError(f"cannot {purpose} {path}: {mounting.reason(error)}") from error
 
 
 def load(path: str | None, overrides: dict[str, dict[str, Any]] | None = None) -> ClusterConfig:
@@ -129,6 +124,8 @@ def with_etcd(config: ClusterConfig, task: Callable[[EtcdEngine], Awaitable[T]])
         return trio.run(run, restrict_keyboard_interrupt_to_checkpoints=True)
     except RpcError as error:
         raise MountError(f"{where} refuses: {error.text}") from error
+    except BrokenPipeError:
+        raise  # of the command's output: etcd's connections raise other errors
     except OSError as error:
         raise MountError(f"{where}: {error.strerror or error}") from error
 
@@ -282,28 +279,27 @@ def status_command(ctx: click.Context, as_json: bool, config_path: str | None) -
     from ..backend.cluster.report import report_of
     from .cluster_status import print_cluster
 
-    async def show(engine: EtcdEngine) -> str:
+    async def look(engine: EtcdEngine) -> dict[str, Any]:
         found = await read_state(config, engine)
         await ask_nodes(found, config)
         await name_files(found, engine)
         found.etcd_room = await engine.admin.room.everywhere()
-        data = {
+        return {
             "cluster": config.cluster.name,
             "etcd": list(config.cluster.etcd),
             **report_of(found),
             "warnings": await engine.admin.weaknesses(),
         }
-        (print_json if as_json else print_cluster)(data)
-        return str(data["health"])
 
     try:
         config = load(config_path)
-        health = with_etcd(config, show)
+        data = with_etcd(config, look)
     except ConfigError as error:
         # The exit code is that of a cluster whose nodes are all gone.
         say(str(error), err=True)
         ctx.exit(_EXIT_CODES["unavailable"])
-    ctx.exit(_EXIT_CODES[health])
+    (print_json if as_json else print_cluster)(data)
+    ctx.exit(_EXIT_CODES[data["health"]])
 
 
 @cluster.command("accept-restore")

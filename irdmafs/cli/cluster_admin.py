@@ -17,6 +17,7 @@ import trio
 
 from ..backend.cluster.config import ClusterConfig
 from ..backend.cluster.config_sections import ETCD_PORT
+from ..backend.cluster.membership import read_settings
 from ..backend.kv import Compare, Conflict, Delete, Exists, Put, end_of
 from ..backend.model.clock import now_ns
 from ..backend.model.placement import pool_of
@@ -36,7 +37,7 @@ from ..backend.model.values import ConfigError, split_host_port
 from ..backend.namespace.inode import NAME_MAX, ROOT_INO, Inode, inode_key, name_key, time_key
 from ..backend.namespace.numbers import SUBVOLUMES, next_ino_key
 from ..backend.trust.authority import REVOKED_FILE, alone_in, issue, list_revoked, make_ca
-from ..backend.trust.security import Role, read_file
+from ..backend.trust.security import Role
 
 if TYPE_CHECKING:
     from ..backend.etcd.engine import EtcdEngine
@@ -68,45 +69,49 @@ def made_files(directory: str, plan: Plan) -> Iterator[str]:
     another command changes them.
     """
     path = os.path.join(directory, "cluster.toml")
-    text = _config_text(plan)
     try:
         os.makedirs(directory, mode=0o700, exist_ok=True)
-    except OSError as error:
-        raise ConfigError(f"cannot make {path}: {error.strerror}") from error
-    with alone_in(directory):
-        there = set(os.listdir(directory))
-        if "cluster.toml" in there and read_file(path) != text.encode():
-            raise ConfigError(
-                f"{path} describes a cluster already; choose another directory with --out, or "
-                "remove it"
-            )
-        try:
-            if "cluster.toml" not in there:
-                _write_files(directory, plan, text)
+        with alone_in(directory), _new_files_removed(directory):
+            _write_files(directory, path, plan)
             yield path
-        except BaseException:
-            for name in set(os.listdir(directory)) - there:
-                if name == "cluster.toml" or name.endswith((".pem", ".key", ".crl")):
-                    os.unlink(os.path.join(directory, name))
-            raise
-
-
-def _write_files(directory: str, plan: Plan, text: str) -> None:
-    path = os.path.join(directory, "cluster.toml")
-    try:
-        if plan.tls:
-            make_ca(directory, plan.name)
-            list_revoked(directory, ())
-            roles: tuple[Role, ...] = ("node", "mount", "reader", "admin")
-            for role in roles:
-                issue(directory, role, role)
-            if plan.etcd_hosts:
-                issue(directory, "etcd", "etcd", plan.etcd_hosts)
-        # Written last: its presence says that the other files are complete.
-        with open(path, "x") as file:
-            file.write(text)
     except OSError as error:
-        raise ConfigError(f"cannot write {path}: {error.strerror}") from error
+        raise ConfigError(
+            f"cannot make {path}: {error.strerror}; choose another directory with --out"
+        ) from error
+
+
+@contextmanager
+def _new_files_removed(directory: str) -> Iterator[None]:
+    """Remove files of a cluster that the block makes, if it fails."""
+    there = os.listdir(directory)
+    try:
+        yield
+    except BaseException:
+        for name in os.listdir(directory):
+            if name not in there and name.endswith(("cluster.toml", ".pem", ".key", ".crl")):
+                os.unlink(os.path.join(directory, name))
+        raise
+
+
+def _write_files(directory: str, path: str, plan: Plan) -> None:
+    text = _config_text(plan)
+    if os.path.exists(path):
+        if Path(path).read_text() != text:
+            raise ConfigError(
+                f"{path} describes a cluster already; choose another directory with --out, or remove it"
+            )
+        return
+    if plan.tls:
+        make_ca(directory, plan.name)
+        list_revoked(directory, ())
+        roles: tuple[Role, ...] = ("node", "mount", "reader", "admin")
+        for role in roles:
+            issue(directory, role, role)
+        if plan.etcd_hosts:
+            issue(directory, "etcd", "etcd", plan.etcd_hosts)
+    # Written last: its presence says that the other files are complete.
+    with open(path, "x") as file:
+        file.write(text)
     ClusterConfig.load(path)
 
 
@@ -217,17 +222,14 @@ async def forget_node(engine: EtcdEngine, node: int) -> None:
 # -- directories that mounts are kept to -------------------------------------------------------------
 
 
-async def subvolume_at(engine: EtcdEngine, path: str) -> int:
+async def subvolume_at(engine: EtcdEngine, config: ClusterConfig, path: str) -> int:
     """Return the number of the subvolume at a path of the cluster, made if missing. Raises ConfigError."""
     if not engine.admin.secure:
         raise ConfigError("etcd checks nobody's rights, so no mount can be kept to a directory")
     *above, name = [os.fsencode(part) for part in path.split("/") if part] or [b""]
     if not name or any(part in (b".", b"..") or len(part) > NAME_MAX for part in (*above, name)):
         raise ConfigError(f"{path!r} is no path of a directory below the root of the cluster")
-    found_settings = await engine.get(SETTINGS_KEY)
-    if found_settings is None:
-        raise ConfigError("there is no cluster of this name in etcd")
-    settings = decode(found_settings.value, Settings)
+    settings = await read_settings(engine, config)
     for _ in range(_CHANGE_RETRIES):
         parent = ROOT_INO
         for part in above:

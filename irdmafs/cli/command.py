@@ -58,17 +58,16 @@ class _Group(click.Group):
                 raise
             ctx.exit(128 + signal.SIGINT)
         except OSError as error:
-            if error.errno == errno.ENOENT and not error.filename:  # as getcwd(3) fails
-                raise _Failure(
-                    "the current directory was removed; change to another directory"
-                ) from error
+            name, why = error.filename, mounting.reason(error)
             # The reader of the output closed it, as `head` does; or there is no room for it.
-            if error.errno not in (errno.EPIPE, errno.ENOSPC, errno.EDQUOT) or error.filename:
-                raise
-            os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
-            if error.errno != errno.EPIPE:
-                say(f"cannot print: {error.strerror}", err=True)
-            ctx.exit(1)
+            if name is None and error.errno in (errno.EPIPE, errno.ENOSPC, errno.EDQUOT):
+                os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
+                if error.errno != errno.EPIPE:
+                    say(f"cannot print: {why}", err=True)
+                ctx.exit(1)
+            if name is None and error.errno == errno.ENOENT:  # as getcwd(3) fails
+                why = "the current directory was removed; change to another directory"
+            raise _Failure(f"{name}: {why}" if name else why) from error
 
 
 @click.group(cls=_Group, context_settings={"help_option_names": ["-h", "--help"]})
@@ -100,6 +99,8 @@ def mount(
 ) -> None:
     """Mount a filesystem on DIR and return once it answers."""
     own = {field.name: flags.pop(field.name) for field in fields(MountFlags)}
+    if not own["foreground"]:
+        click.get_current_context().with_resource(background.ended_as_by_ctrl_c())
     if verbose:
         own["log_level"] = "debug"
     if own["log_file"] is not None:
@@ -153,21 +154,17 @@ def mount(
 
 
 def _claim(store: str, cluster: ClusterConfig | None) -> None:
-    """Claim a store for a mount of this kind. Raises MountError where that would destroy its contents."""
+    """Claim a store for a mount of this kind. Raises MountError where that would destroy its contents, and
+    for a cache larger than its directory: it would never evict, and opens would fail."""
     stores.refuse_other_purpose(store, "cache" if cluster else "mount")
-    if cluster is not None:
-        stores.claim_cache(store, cluster.path or "FILE")
-        if cluster.mount.cache_size is not None:
-            _check_cache_size(store, cluster.mount.cache_size)
-
-
-def _check_cache_size(path: str, cache_bytes: int) -> None:
-    """Raise MountError for a cache larger than its directory: it would never evict; opens would fail."""
-    below = os.statvfs(path)
-    room = below.f_blocks * below.f_frsize
-    if cache_bytes > room:
+    if cluster is None:
+        return
+    stores.claim_cache(store, cluster.path or "FILE")
+    below = os.statvfs(store)
+    room, wanted = below.f_blocks * below.f_frsize, cluster.mount.cache_size
+    if wanted is not None and wanted > room:
         raise MountError(
-            f"a cache of {human_bytes(cache_bytes)} does not fit into {path}, which has "
+            f"a cache of {human_bytes(wanted)} does not fit into {store}, which has "
             f"{human_bytes(room)}: give a smaller --cache-size, or a larger --size"
         )
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any, Literal, get_args, get_origin
 
 import click
@@ -17,28 +17,29 @@ _SEPARATOR = "__"
 _METAVARS = {Size: "SIZE", Seconds: "DURATION"}
 
 
-def flags_of(owner: type) -> Callable[[Command], Command]:
+def flags_of(owner: type) -> Command:
     """Return a decorator that adds a flag for each setting of a dataclass (texts, numbers, choices and
     switches); a flag that is not given has the field's default."""
-
-    def add(command: Command) -> Command:
-        for setting in reversed(list(declared(owner))):
-            command = _flag(setting, setting.name, setting.default)(command)
-        return command
-
-    return add
+    return _added(_flag(setting, setting.name, setting.default) for setting in declared(owner))
 
 
-def section_flags(name: str, prefix: str = "") -> Callable[[Command], Command]:
+def section_flags(name: str, prefix: str = "") -> Command:
     """Return a decorator that adds the flags by which the command `name` overrides keys of the
     configuration file; their help begins with `prefix`. The command gives their values to `overrides`."""
+    return _added(
+        _flag(setting, f"{section}{_SEPARATOR}{setting.name}", None, _log_prefix(section), prefix)
+        for section, owner in SECTIONS.items()
+        for setting in declared(owner)
+        if name in setting.option.commands
+    )
+
+
+def _added(flags: Iterable[Command]) -> Command:
+    """Return a decorator that adds these flags in their order."""
 
     def add(command: Command) -> Command:
-        for section, owner in reversed(SECTIONS.items()):
-            for setting in reversed(list(declared(owner))):
-                if name in setting.option.commands:
-                    parameter = f"{section}{_SEPARATOR}{setting.name}"
-                    command = _flag(setting, parameter, None, _log_prefix(section), prefix)(command)
+        for flag in reversed([*flags]):
+            command = flag(command)
         return command
 
     return add
@@ -65,7 +66,7 @@ def _log_prefix(section: str) -> str:
 
 def _flag(
     setting: Declared, parameter: str, default: Any, before: str = "", prefix: str = ""
-) -> Callable[[Command], Command]:
+) -> Command:
     option = setting.option
     name = f"--{before}{setting.flag[2:]}"
     kind: dict[str, Any] = {}

@@ -96,6 +96,9 @@ class _Part(NamedTuple):
         return not self.found().startswith(_MARK)
 
     def make(self) -> None:
+        os.makedirs(os.path.dirname(self.path), exist_ok=True)
+        if os.path.lexists(self.path):
+            os.unlink(self.path)
         if self.is_link:
             os.symlink(self.content, self.path)
         else:
@@ -150,17 +153,8 @@ def install(root: str, dry_run: bool) -> None:
         if part.is_foreign():
             raise MountError(f"{part.path} is not of irdmafs: move it away; nothing was changed")
 
-    def make(part: _Part) -> bool:
-        if part.found() == part.content:
-            return False
-        if not dry_run:
-            os.makedirs(os.path.dirname(part.path), exist_ok=True)
-            if os.path.lexists(part.path):
-                os.unlink(part.path)
-            part.make()
-        return True
-
-    _change(parts, make, "made", root, dry_run)
+    due = [part for part in parts if part.found() != part.content]
+    _change(due, _Part.make, "made", root, dry_run)
 
 
 @click.command()
@@ -168,31 +162,24 @@ def install(root: str, dry_run: bool) -> None:
 @_dry_run
 def uninstall(root: str, dry_run: bool) -> None:
     """Undo `irdmafs install`. What is mounted or served goes on."""
-
-    def remove(part: _Part) -> bool:
-        if not os.path.lexists(part.path) or part.is_foreign():
-            return False
-        if not dry_run:
-            os.unlink(part.path)
-        return True
-
-    _change(list(_parts(os.path.abspath(root))), remove, "removed", root, dry_run)
+    parts = _parts(os.path.abspath(root))
+    due = [part for part in parts if os.path.lexists(part.path) and not part.is_foreign()]
+    _change(due, lambda part: os.unlink(part.path), "removed", root, dry_run)
 
 
 def _change(
-    parts: list[_Part], change: Callable[[_Part], bool], done: str, root: str, dry_run: bool
+    due: list[_Part], change: Callable[[_Part], None], done: str, root: str, dry_run: bool
 ) -> None:
     """Change each part, say which were changed, and have systemd read its units again."""
-    changed = []
-    for part in parts:
+    for part in due:
         try:
-            if change(part):
-                changed.append(part)
-                say(f"{part.path} {'would be ' if dry_run else ''}{done}")
+            if not dry_run:
+                change(part)
         except OSError as error:
             hint = "; run it as root" if os.geteuid() != 0 else ""
             raise MountError(f"cannot change {part.path}: {error.strerror}{hint}") from error
-    if not changed:
+        say(f"{part.path} {'would be ' if dry_run else ''}{done}")
+    if not due:
         say("nothing to change")
     # As sd_booted(3) does it.
     elif not dry_run and os.path.abspath(root) == "/" and os.path.isdir("/run/systemd/system"):

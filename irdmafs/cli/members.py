@@ -6,8 +6,7 @@ import json
 import os
 import tempfile
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import nullcontext
 from typing import TYPE_CHECKING, Any
 
 import click
@@ -60,11 +59,16 @@ def cert(
     if root is not None:
         if role != "mount" or renew:
             raise click.UsageError("--root is for new certificates of mounts")
-        subvolume = with_etcd(config, lambda engine: subvolume_at(engine, root))
+        subvolume = with_etcd(config, lambda engine: subvolume_at(engine, config, root))
     if renew and role != "etcd":
         renewed = with_etcd(config, lambda engine: renewable(engine, name, role))
         owner, subvolume, kept_to = renewed.owner, renewed.subvolume, renewed.root
-    with _drafts(target) if renew else nullcontext(target) as drafts:
+    drafted = (
+        tempfile.TemporaryDirectory(prefix=".renewed-", dir=target)
+        if renew
+        else nullcontext(target)
+    )
+    with drafted as drafts:
         made = issue(drafts, name, role, hosts, days, authority, owner, subvolume)
         try:
             if role != "etcd":
@@ -83,17 +87,6 @@ def cert(
     if role == "reader":
         nodes = json.dumps(with_etcd(config, node_addresses))
         say(f"its cluster.toml has to name store nodes: nodes = {nodes} in [cluster]")
-
-
-@contextmanager
-def _drafts(directory: str) -> Iterator[str]:
-    """Make a directory for files that are to replace others in `directory`."""
-    try:
-        drafts = tempfile.TemporaryDirectory(prefix=".renewed-", dir=directory)
-    except OSError as error:
-        raise MountError(f"cannot write to {directory}: {error.strerror}") from error
-    with drafts as path:
-        yield path
 
 
 @cluster.command()

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from ..backend.model.values import human_bytes
+from ..backend.model.values import counted, human_bytes
 from ..mount_options import MountError
 from .cluster import (
     WATCH_PERIOD_S,
@@ -144,8 +144,6 @@ def remove(node: str, force: bool, yes: bool, config_path: str | None) -> None:
 
     NODE is a name that `irdmafs cluster status` shows: its id, host or address.
     """
-    from ..backend.cluster.report import counted
-
     config = load(config_path)
 
     async def look(engine: EtcdEngine) -> tuple[int, Lost]:
@@ -199,7 +197,6 @@ async def _take_out(engine: EtcdEngine, node: int, is_needed: bool) -> None:
     """Remove a node; if it `is_needed`, also the files whose only copy it has."""
     from ..backend.cluster.history import History
     from ..backend.cluster.removal import removal
-    from ..backend.cluster.report import counted
     from .cluster_admin import forget_node
 
     await History(engine).check()
@@ -218,8 +215,6 @@ async def _take_out(engine: EtcdEngine, node: int, is_needed: bool) -> None:
 
 
 def _files(lost: Lost) -> str:
-    from ..backend.cluster.report import counted
-
     return f"{counted(lost.files, 'file')} ({human_bytes(lost.bytes)})"
 
 

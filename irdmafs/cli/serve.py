@@ -10,7 +10,7 @@ from typing import Any
 import click
 
 from ..mount.mounting import named
-from ..mount.stores import OF_NODES, refuse_other_purpose, refuse_strange_files
+from ..mount.stores import OF_NODES, refuse_mount, refuse_other_purpose, refuse_strange_files
 from ..mount_options import MountError
 from .cluster import config_option, load, say
 from .flags import overrides, section_flags
@@ -41,6 +41,7 @@ def serve(store: str, config_path: str | None, foreground: bool, **flags: Any) -
     config.listen()
     config.cluster.credentials("node")
     store = os.path.abspath(named(store))
+    refuse_mount(store, store)
     refuse_other_purpose(store, "node")
     try:
         os.makedirs(store, mode=0o700, exist_ok=True)

@@ -99,9 +99,7 @@ def parsed(text: bytes) -> dict[str, Any]:
 def report(mount: Mount) -> MountReport:
     """Ask a mount for its state. Never waits for long."""
     try:
-        found = parsed(ask_mount(mount.mountpoint, STATUS_XATTR))
-        warnings = [*found.get("warnings", ()), *_cluster_warnings(found.get("cluster") or {})]
-        return MountReport(mount, "ok", {**found, "warnings": warnings})
+        return MountReport(mount, "ok", parsed(ask_mount(mount.mountpoint, STATUS_XATTR)))
     except TimeoutError:
         return MountReport(mount, "hung", {})
     except PermissionError:  # of a mount that keeps others out; it answers statfs(2) all the same
@@ -111,27 +109,6 @@ def report(mount: Mount) -> MountReport:
             return MountReport(mount, mount_state(mount.mountpoint), {})
         except OSError:
             return MountReport(mount, "hung", {})  # it answers, but it is not a mount of irdmafs
-
-
-def _cluster_warnings(cluster: Mapping[str, Any]) -> list[str]:
-    """Return what a mount of a cluster waits for, and where to look."""
-    if not cluster:
-        return []
-    warnings = []
-    if not cluster.get("session_valid", True):
-        etcd = ", ".join(map(str, cluster.get("etcd") or ()))
-        warnings.append(f"etcd at {etcd} does not answer: calls wait, and fail after a while")
-    if cluster.get("nodes_up", 1) == 0:
-        warnings.append(
-            "no store node is up: nothing can be published, and only what is cached here can be read "
-            "(irdmafs cluster status)"
-        )
-    if wrong := cluster.get("wrong_fetches", 0):
-        warnings.append(
-            f"{wrong} fetches brought other bytes than were published, and were dropped: the log says from "
-            "which store nodes"
-        )
-    return warnings
 
 
 def printable(text: str) -> str:

@@ -5,14 +5,13 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator, Mapping
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import contextmanager, suppress
 from datetime import datetime
 from typing import Any
 
 import click
 
 from ..mount import mounting
-from ..mount_options import MountError
 from . import status
 from .cluster import Lacking, ask, print_json
 
@@ -58,15 +57,14 @@ def _versions_in(directory: str) -> dict[str, Any]:
     from ..client._versions import Versions, files_below
 
     found = list[dict[str, Any]]()
-    with failing():
-        made = Versions(directory)
-        for number in reversed(made.numbers()):
-            with suppress(FileNotFoundError):  # it has just been removed
-                state = "held" if made.is_held(number) else "kept" if found else "current"
-                # It was renamed when it was published.
-                when_ns = os.stat(made.path(number)).st_ctime_ns
-                size = sum(os.lstat(file).st_size for file in files_below(made.path(number)))
-                found.append({"version": number, "state": state, "size": size, "mtime_ns": when_ns})
+    made = Versions(directory)
+    for number in reversed(made.numbers()):
+        with suppress(FileNotFoundError):  # it has just been removed
+            state = "held" if made.is_held(number) else "kept" if found else "current"
+            # It was renamed when it was published.
+            when_ns = os.stat(made.path(number)).st_ctime_ns
+            size = sum(os.lstat(file).st_size for file in files_below(made.path(number)))
+            found.append({"version": number, "state": state, "size": size, "mtime_ns": when_ns})
     return {"ino": os.stat(directory).st_ino, "versions": found}
 
 
@@ -85,9 +83,8 @@ def publish(source: str, directory: str, expected: int | None, keep: int) -> Non
     """
     from ..client import Versions
 
-    with failing():
-        made = Versions(directory, keep=keep)
-        click.echo(status.printable(made.path(made.publish(source, expected=expected))))
+    made = Versions(directory, keep=keep)
+    click.echo(status.printable(made.path(made.publish(source, expected=expected))))
 
 
 @click.command()
@@ -98,9 +95,8 @@ def rollback(directory: str, number: int, expected: int | None) -> None:
     """Publish version N of DIR again, as its newest version; print its path. No bytes are copied."""
     from ..client import Versions
 
-    with failing():
-        made = Versions(directory)
-        click.echo(status.printable(made.path(made.roll_back(number, expected=expected))))
+    made = Versions(directory)
+    click.echo(status.printable(made.path(made.roll_back(number, expected=expected))))
 
 
 @click.command()
@@ -129,11 +125,8 @@ def hold(
     """
     from ..client import Versions
 
-    with failing(), ExitStack() as holding:
-        wanted = Versions(directory).hold(
-            number, newer_than=newer_than, timeout=timeout, local=local
-        )
-        held = holding.enter_context(wanted)
+    made = Versions(directory)
+    with made.hold(number, newer_than=newer_than, timeout=timeout, local=local) as held:
         told = {"IRDMAFS_PATH": held.path, "IRDMAFS_VERSION": str(held.number)}
         os.set_inheritable(held.fd, True)
         with failing(command[0]):
@@ -151,9 +144,8 @@ def diff(ctx: click.Context, directory: str, old: int, new: int) -> None:
     from ..client import Versions
     from ..client._differences import differences
 
-    code = 0
-    with failing(), ExitStack() as held:
-        first, second = (held.enter_context(Versions(directory).hold(one)) for one in (old, new))
+    made, code = Versions(directory), 0
+    with made.hold(old) as first, made.hold(new) as second:
         for sign, name in differences(first.path, second.path):
             click.echo(f"{sign} {status.one_line(name)}")
             code = 1
@@ -161,10 +153,10 @@ def diff(ctx: click.Context, directory: str, old: int, new: int) -> None:
 
 
 @contextmanager
-def failing(path: str | None = None) -> Iterator[None]:
-    """Have errors fail the command, with the path in them."""
+def failing(path: str) -> Iterator[None]:
+    """Have errors name this path, and no part of it."""
     try:
         yield
     except OSError as error:
-        name = path or error.filename
-        raise MountError(f"{name}: {error.strerror}" if name else str(error.strerror)) from None
+        error.filename = path
+        raise

@@ -9,6 +9,7 @@ import os
 import re
 import secrets
 import shutil
+import stat
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -119,6 +120,7 @@ class Versions:
                     newest = number
                 except OSError as error:
                     if error.errno == errno.EXDEV:
+                        os.stat(os.path.join(directory, ""))  # it may not be there at all
                         error.strerror = f"Not on the filesystem of {self.directory}: copy it there"
                     raise
                 else:
@@ -214,9 +216,9 @@ class Versions:
             found = self.newest() if number is None else number
             if found > newer_than or number is not None:
                 path = self.path(found)
-                if os.path.isdir(path):
+                if _is_directory(path):
                     with self._locked(str(found), _locks.READ) as fd:
-                        if os.path.isdir(path):
+                        if _is_directory(path):
                             if local:
                                 _fetch(path)
                             yield Version(found, path, fd)
@@ -268,6 +270,14 @@ class Versions:
                 with contextlib.suppress(OSError):
                     _locks.lock(fd, _locks.NONE)
                 os.close(fd)
+
+
+def _is_directory(path: str) -> bool:
+    """Return whether a path leads to a directory. Raises OSError, unless it leads nowhere."""
+    try:
+        return stat.S_ISDIR(os.stat(path).st_mode)
+    except (FileNotFoundError, NotADirectoryError):
+        return False
 
 
 def files_below(directory: str) -> list[str]:

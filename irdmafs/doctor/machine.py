@@ -214,6 +214,9 @@ def check_fusermount() -> Check:
         return Check(name, missing, "has no effect: this process may gain no privileges",
                      "start it without no_new_privs (systemd: NoNewPrivileges=no; a container: without "
                      "--security-opt no-new-privileges)")  # fmt: skip
+    if not privileged and (user := mounting.user_name(os.getuid())) == f"user {os.getuid()}":
+        return Check(name, missing, f"refuses {user}, who has no name", "give the user one in /etc/passwd; "
+                     "in a container: docker run -v /etc/passwd:/etc/passwd:ro")  # fmt: skip
     if not has_capability(mounting.CAP_SYS_ADMIN, "CapBnd"):
         return Check(name, missing, "has no effect: CAP_SYS_ADMIN was taken from all processes here",
                      "in a container: docker run --cap-add SYS_ADMIN --device /dev/fuse")  # fmt: skip

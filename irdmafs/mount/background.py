@@ -9,7 +9,8 @@ import logging
 import os
 import signal
 import sys
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from types import FrameType
 from typing import TypeAlias
 
 from ..backend.model.values import ConfigError
@@ -20,6 +21,7 @@ from ..mount_options import MountConfig, MountError
 _LOG_LIMIT_BYTES = 1 << 20
 _TAIL_LINES = 10
 _PR_SET_PDEATHSIG = 1
+_ENDING = (signal.SIGTERM, signal.SIGHUP)
 
 # The work of a process in the background. It is given two functions that send text to the command that
 # started the process: one to say, once, that it is ready; one to say before that what it waits for.
@@ -31,6 +33,27 @@ _libc = ctypes.CDLL(None)
 
 class DaemonFailedError(MountError):
     """The daemon ended for a reason it did not foresee; its log says more."""
+
+
+@contextlib.contextmanager
+def ended_as_by_ctrl_c() -> Iterator[None]:
+    """Have SIGTERM and SIGHUP interrupt the block as Ctrl-C does; then they end this process."""
+    got: list[int] = []
+
+    def interrupt(number: int, frame: FrameType | None) -> None:
+        got.append(number)
+        raise KeyboardInterrupt
+
+    taken = [number for number in _ENDING if signal.getsignal(number) is signal.SIG_DFL]
+    for number in taken:
+        signal.signal(number, interrupt)
+    try:
+        yield
+    finally:
+        for number in taken:
+            signal.signal(number, signal.SIG_DFL)
+        if got:
+            signal.raise_signal(got[0])
 
 
 def log_path(config: MountConfig) -> str:
@@ -60,10 +83,7 @@ def run_here(config: MountConfig, ready: Callable[[str], None]) -> None:
 
     from . import daemon
 
-    try:
-        _set_up_logging(config)
-    except OSError as error:
-        raise MountError(f"cannot log to {log_path(config)}: {error.strerror}") from error
+    _set_up_logging(config)
     trio.run(daemon.serve, config, ready)
 
 
@@ -82,7 +102,7 @@ def start_process(path: str, run: _Run, waits: Callable[[str], None] = lambda te
     died without one. If this process ends before, by any signal, the new one gets SIGTERM.
     """
     # Python code that runs at a fork would swallow Ctrl-C, and nobody would close what is open by then.
-    signals = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+    signals = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT, *_ENDING})
     try:
         log = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o600)
     except OSError as error:
@@ -96,6 +116,9 @@ def start_process(path: str, run: _Run, waits: Callable[[str], None] = lambda te
     parent, pid = os.getpid(), os.fork()
     if pid == 0:
         _libc.prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
+        for number in filter(lambda one: callable(signal.getsignal(one)), _ENDING):
+            signal.signal(number, signal.SIG_DFL)
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, _ENDING)
         os.close(reader)
         if os.getppid() == parent:
             _daemonize(run, log, writer, signals)

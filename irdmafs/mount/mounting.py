@@ -58,7 +58,6 @@ _FUSE_CONFIG = "/etc/fuse.conf"
 _UNMOUNT_S = 2.0
 
 STALE_ERRNOS = frozenset({errno.ENOTCONN, errno.ECONNABORTED})
-STALE_MESSAGE = "its mount is stale, as the daemon is gone; mount it again"
 
 _libc = ctypes.CDLL(None, use_errno=True)
 
@@ -192,6 +191,13 @@ def ask_child(command: list[str], timeout_s: float) -> tuple[bytes, bool]:
             child.stdout.close()
             child.returncode = -9
         return late.output or b"", False
+
+
+def reason(error: OSError) -> str:
+    """Return what is to be said of an error of a file that may be on a mount of irdmafs."""
+    if error.errno in STALE_ERRNOS:
+        return "its mount is stale, as the daemon is gone; mount it again"
+    return error.strerror or str(error)
 
 
 _ASK = """

@@ -117,7 +117,8 @@ def _private_directory(path: str) -> bool:
 
 
 @contextmanager
-def _locked(directory: str) -> Iterator[None]:
+def locked(directory: str) -> Iterator[None]:
+    """Wait until no other command has this directory locked, and lock it. Raises OSError."""
     descriptor = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX)
@@ -137,7 +138,7 @@ def default_store(mountpoint: str, size: int | None = None) -> Store:
         try:
             os.makedirs(os.path.dirname(TMPFS_ROOT), 0o755, exist_ok=True)
             _private_directory(TMPFS_ROOT)
-            with _locked(TMPFS_ROOT):
+            with locked(TMPFS_ROOT):
                 store = _tmpfs_store(os.path.join(TMPFS_ROOT, store_name(mountpoint)), size)
             write_note(store.path, MOUNTPOINT_FILE, mountpoint)
             return store
@@ -238,9 +239,7 @@ def explicit_store(directory: str, mountpoint: str, size: int | None = None) -> 
     path = os.path.realpath(mounting.named(directory))
     if os.path.commonpath([path, mountpoint]) in (path, mountpoint):
         raise MountError(f"the store {directory} and the mountpoint must not contain each other")
-    below = mounting.containing_mount(path)
-    if below is not None and below.fstype == mounting.FSTYPE:
-        raise MountError(f"the store {directory} is on an irdmafs mount; it needs memory or a disk")
+    refuse_mount(path, directory)
     if size is not None and not _is_private_tmpfs(path):
         raise MountError(
             f"--size limits the private tmpfs that irdmafs makes; {directory} has the size of the "
@@ -261,6 +260,13 @@ def explicit_store(directory: str, mountpoint: str, size: int | None = None) -> 
         resize(path, size)
     write_note(path, MOUNTPOINT_FILE, mountpoint)
     return Store(path, created, warnings)
+
+
+def refuse_mount(path: str, name: str) -> None:
+    """Raise MountError for a store on a mount of irdmafs: the two would wait for each other."""
+    below = mounting.containing_mount(path)
+    if below is not None and below.fstype == mounting.FSTYPE:
+        raise MountError(f"the store {name} is on an irdmafs mount; it needs memory or a disk")
 
 
 def _reason(error: OSError) -> str:

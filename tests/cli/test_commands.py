@@ -126,7 +126,8 @@ def test_mounting_waits_for_an_unmount_that_has_begun(
 def test_store_on_the_mount_itself_or_another_is_refused(mounted: Mount, tmp_path: Path) -> None:
     second = tmp_path / "second"
     second.mkdir()
-    assert "irdmafs mount" in one_line(irdmafs("mount", second, "--store", mounted.path / "s"))
+    for words in (("mount", second, "--store"), ("serve", "--etcd", "127.0.0.1:1")):
+        assert "irdmafs mount" in one_line(irdmafs(*words, mounted.path / "s"))
     assert "contain" in one_line(irdmafs("mount", second, "--store", second / "s"))
     assert list(mounted.path.iterdir()) == list(second.iterdir()) == []
 
@@ -299,7 +300,7 @@ def test_a_question_about_a_plain_directory_is_one_clear_line(tmp_path: Path) ->
     assert os.listxattr(tmp_path) == []
 
 
-def test_versions_lists_what_is_current_and_open(mounted: Mount) -> None:
+def test_versions_lists_what_is_current_and_open_and_says_what_has_none(mounted: Mount) -> None:
     file = mounted.path / "file"
     file.write_bytes(b"old")
     with file.open("rb") as reader:
@@ -313,8 +314,5 @@ def test_versions_lists_what_is_current_and_open(mounted: Mount) -> None:
     }
     assert page.returncode == 0
     assert f"inode {data['ino']}" in page.stdout and "current" in page.stdout
-
-
-def test_versions_of_what_has_none_is_one_clear_line(mounted: Mount) -> None:
     assert "No such file" in one_line(irdmafs("versions", mounted.path / "missing"))
     assert "no regular file" in one_line(irdmafs("versions", mounted.path))

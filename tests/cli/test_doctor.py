@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 from harness.mount_namespaces import in_new_mount_namespace
 from harness.mountpoint import irdmafs, needs_fuse, one_line
-from harness.processes import AS_NOBODY, AS_NOBODY_WHO_OPENS_ALL
+from harness.processes import AS_NOBODY, AS_NOBODY_WHO_OPENS_ALL, WHO_OPENS_ALL, as_user
 
 from irdmafs.backend.model.values import human_bytes
 from irdmafs.cli import status
@@ -96,6 +96,7 @@ def test_machine_without_fuse_fails_with_the_remedy() -> None:
     [
         (("setpriv", "--bounding-set=-sys_admin", "--inh-caps=-all"), "--cap-add SYS_ADMIN"),
         ((*AS_NOBODY, "--no-new-privs"), "without no_new_privs"),
+        ((*as_user(4242), *WHO_OPENS_ALL), "give the user one in /etc/passwd"),
         (in_new_mount_namespace("sh", "-c", _SHUT, "sh", *AS_NOBODY), "chmod 666 /dev/fuse"),
     ],
 )  # fmt: skip
@@ -113,7 +114,10 @@ def test_a_process_whose_helper_cannot_mount_is_told_why(
         with tempfile.TemporaryDirectory() as place:
             os.chmod(place, 0o777)
             line = one_line(irdmafs("mount", place, launcher=launcher))
-        assert re.search(r"(fusermount3: mount failed: Operation not|/dev/fuse: Permission)", line)
+        assert re.search(
+            r"(3: could not determine username|mount failed: Operation not|/dev/fuse: Permission)",
+            line,
+        )
         assert "`irdmafs doctor`" in line
 
 

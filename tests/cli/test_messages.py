@@ -386,8 +386,12 @@ def test_attribute_that_means_nothing_is_refused_and_log_and_status_say_why(moun
 def test_a_question_to_a_stale_mount_says_what_is_wrong_and_it_is_unmounted(mounted: Mount) -> None:
     (mounted.path / "file").write_text("x")
     mounted.kill9()
-    for command in ("versions", "prefetch"):
-        assert "mount it again" in one_line(irdmafs(command, mounted.path / "file"))
+    file, directory = mounted.path / "file", mounted.path
+    for words in (
+        *(("versions", file), ("prefetch", file), ("watch", file), ("publish", file, directory)),
+        *(("hold", directory, "true"), ("rollback", directory, "1"), ("diff", directory, "1", "2")),
+    ):
+        assert "mount it again" in one_line(irdmafs(*words))
     assert irdmafs("umount", mounted.path).returncode == 0
     assert not mounted.is_mounted()
 
@@ -419,22 +423,21 @@ def waiting_mount(place: Path) -> Iterator[tuple[Program, int]]:
         yield mount, int(Path(f"/proc/{mount.pid}/task/{mount.pid}/children").read_text())
 
 
-def test_a_mount_that_is_interrupted_leaves_nothing_and_says_nothing(place: Path) -> None:
-    with waiting_mount(place) as (mount, daemon):
-        mount.send_signal(signal.SIGINT)
-        assert mount.stderr.read() == ""
-    assert mount.returncode in INTERRUPTED
-    assert has_ended(daemon)
-    assert stores.default_store_path(str(place)) is None
-
-
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL])
-def test_a_mount_that_is_ended_while_it_waits_takes_its_daemon_along(
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
+def test_a_mount_that_is_ended_while_it_waits_leaves_nothing_and_says_nothing(
     place: Path, number: signal.Signals
 ) -> None:
     with waiting_mount(place) as (mount, daemon):
         mount.send_signal(number)
-        assert mount.wait(30) == -number
+        assert mount.stderr.read() == ""
+    assert mount.returncode in (INTERRUPTED if number == signal.SIGINT else [-number])
+    assert has_ended(daemon)
+    assert stores.default_store_path(str(place)) is None
+
+
+def test_a_mount_that_is_killed_while_it_waits_takes_its_daemon_along(place: Path) -> None:
+    with waiting_mount(place) as (mount, daemon):
+        mount.kill()
     eventually(lambda: has_ended(daemon), "the daemon has ended, long before it gives etcd up", 5)
 
 

@@ -242,7 +242,10 @@ _HOLDERS = {
 
 
 @needs_root
-def test_processes_that_keep_a_mount_busy_are_named(mountpoint: str) -> None:
+def test_processes_that_keep_a_mount_busy_are_named(
+    mountpoint: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("irdmafs.mount.users._PATIENCE_S", 60.0)
     holders: dict[str, Program] = {}
     with mounted_tmpfs(mountpoint):
         Path(mountpoint, "file").write_bytes(bytes(mmap.PAGESIZE))

@@ -213,6 +213,8 @@ def test_commands_publish_list_compare_hold_and_roll_back(folder: Path, tmp_path
     (folder / "made").touch()
     other = irdmafs("publish", folder / "made", run)
     assert one_line(other) == f"{folder}/made/: Not a directory"
+    other = irdmafs("publish", tmp_path / "made", run)
+    assert one_line(other) == f"{tmp_path}/made/: No such file or directory"
     (tmp_path / "made").mkdir()
     other = irdmafs("publish", tmp_path / "made", run)
     assert one_line(other) == f"{tmp_path}/made/: Not on the filesystem of {run}: copy it there"

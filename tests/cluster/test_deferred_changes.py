@@ -10,7 +10,6 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-import trio
 from harness.claims import claim_exclusively, often
 from harness.clusters import Apart, Cluster, ClusterMount, Plan, counters
 from harness.errors import fails_with
@@ -472,14 +471,10 @@ def test_a_mount_whose_claim_others_deleted_loses_nothing_and_defers_nothing_mor
         holder, here, there = cluster.mounts[0], *(mount.path for mount in cluster.mounts)
         key = claim_key(here.stat().st_ino)
 
-        async def delete_claim() -> None:
-            async with cluster.engine("mount") as engine:
-                await engine.transact((), [Delete(key)])
-
         claim_exclusively(here)
         for number in range(50):
             (here / f"{number:02}").touch()
-        trio.run(delete_claim)
+        cluster.put([Delete(key)])
         assert sorted(os.listdir(here)) == [f"{number:02}" for number in range(50)]
         eventually(lambda: sorted(os.listdir(there)) == sorted(os.listdir(here)), "all are stored")
         before = deferred(holder)

@@ -9,7 +9,6 @@ from typing import Any
 
 import msgspec
 import pytest
-import trio
 from harness.clusters import LONG_LEASE_S, Cluster, Plan
 from harness.errors import fails_with
 from harness.mountpoint import eventually
@@ -25,6 +24,7 @@ from irdmafs.backend.model.records import (
     decode,
     encode,
     key_of,
+    policy_key,
 )
 from irdmafs.backend.namespace import Inode, acl
 from irdmafs.backend.namespace.attributes import PLACEMENT, REPLICAS, STRIPE_SIZE
@@ -95,18 +95,11 @@ def test_nodes_and_mounts_go_on(cluster: Cluster) -> None:
         (here / f"file{number}").write_bytes(b"x" * 100_000)
     bad = {(here / f"file{number}").stat().st_ino: number for number in range(len(SENSELESS))}
 
-    async def put() -> None:
-        async with cluster.engine("mount") as engine:
-            # First: the log has a few lines of such records at a time.
-            await engine.transact((), [Put(b"P" + bytes(7) + b"\x09", NEWER_RULE.encode())])
-            for ino, number in bad.items():
-                found = await engine.get(inode_key(ino))
-                assert found is not None
-                extent = Inode.decode(ino, found.value, 1).extent
-                record = senseless(ino, SENSELESS[number], extent)
-                await engine.transact((), [Put(b"i" + ino.to_bytes(8, "big"), record)])
-
-    trio.run(put)
+    # First: the log has a few lines of such records at a time.
+    cluster.put([Put(policy_key(9), NEWER_RULE.encode())])
+    inodes = (Inode.decode(ino, cluster.value(inode_key(ino)), 1) for ino in bad)
+    lies = (senseless(one.ino, SENSELESS[bad[one.ino]], one.extent) for one in inodes)
+    cluster.put([Put(inode_key(ino), lie) for ino, lie in zip(bad, lies, strict=True)])
     (node,) = cluster.nodes
     eventually(lambda: "not understood" in node.log_tail(), "the node was told")
     for mount in (here, there):
@@ -165,12 +158,7 @@ def test_a_directory_below_itself_occupies_nobody(cluster: Cluster) -> None:
     (here / "a" / "b" / "file").write_bytes(b"f" * 300_000)
     a, b = ((here / path).stat().st_ino for path in ("a", "a/b"))
 
-    async def put() -> None:
-        async with cluster.engine("mount") as engine:
-            loop, key = a.to_bytes(8, "big"), name_key(b, b"loop")
-            await engine.transact((), [Put(key, loop), Delete(name_key(1, b"a"))])
-
-    trio.run(put)
+    cluster.put([Put(name_key(b, b"loop"), a.to_bytes(8, "big")), Delete(name_key(1, b"a"))])
     for mount in (here, there, cluster.add_mount().path):
         eventually(functools.partial(lost, mount / "a"), "the mount was told")
         (mount / mount.parent.name).write_bytes(b"a" * 300_000)
@@ -182,17 +170,9 @@ def test_a_node_that_announces_a_store_in_a_mount_stops_no_mount(cluster: Cluste
     (node,), mount = cluster.nodes, cluster.mounts[0]
     key = key_of(b"n", node.node_id)
     (mount.path / "store").mkdir()
-
-    async def put() -> None:
-        async with cluster.engine("node") as engine:
-            found = await engine.get(key)
-            assert found is not None
-            address = msgspec.structs.replace(
-                decode(found.value, NodeAddress), host=mount.name, store=f"{mount.path}/store"
-            )
-            await engine.transact((), [Put(key, encode(address))])
-
-    trio.run(put)
+    known = decode(cluster.value(key), NodeAddress)
+    lie = msgspec.structs.replace(known, host=mount.name, store=f"{mount.path}/store")
+    cluster.put([Put(key, encode(lie))], "node")
     for number in range(3):
         (mount.path / f"later{number}").write_bytes(b"a" * 300_000)
         assert (mount.path / f"later{number}").read_bytes() == b"a" * 300_000

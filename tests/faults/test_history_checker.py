@@ -124,6 +124,10 @@ MAY_NOT = {
         "future",
         [write("old", 0, 1), write("new", 4, 5, began=2), read("new", 3, 3.5)],
     ),
+    "reading the old version again is going back": (
+        "back",
+        [write("1", 0, 1), write("2", 2, 9), read("2", 3, 4), read("1", 5, 6)],
+    ),
     "an acknowledged file does not vanish": (
         "vanished",
         [write("1", 0, 1), absent(2, 3, final=True)],
@@ -182,11 +186,6 @@ def test_a_history_that_may_happen_is_accepted(history: list[Operation]) -> None
 @pytest.mark.parametrize(("kind", "history"), MAY_NOT.values(), ids=MAY_NOT)
 def test_a_history_that_may_not_happen_is_refused(kind: str, history: list[Operation]) -> None:
     assert kinds(history) == {kind}
-
-
-def test_reading_the_old_version_again_is_going_back() -> None:
-    history = [write("1", 0, 1), write("2", 2, 9), read("2", 3, 4), read("1", 5, 6)]
-    assert "back" in kinds(history)
 
 
 def test_hosts_may_learn_of_a_write_in_turn_but_none_goes_back() -> None:

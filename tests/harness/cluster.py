@@ -10,14 +10,17 @@ import shutil
 import signal
 import time
 import tomllib
-from collections.abc import AsyncIterator, Container, Mapping
+from collections.abc import AsyncIterator, Container, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Self
 
+import trio
+
 from irdmafs.backend.cluster.config import ClusterConfig
 from irdmafs.backend.cluster.config_sections import ClusterSection
 from irdmafs.backend.etcd.engine import EtcdEngine
+from irdmafs.backend.kv import Delete, Put
 from irdmafs.backend.model.placement import replicas_of
 from irdmafs.backend.model.records import GroupConfig, MountRecord, NodeAddress, decode
 from irdmafs.backend.transport.peers import Peers, open_peers
@@ -240,6 +243,19 @@ class Cluster(Closing):
     def engine(self, role: Role, certificate: str = "", timeout_s: float = 60.0) -> EtcdEngine:
         """etcd, as those see it who have the certificate of a role, or another one of that role."""
         return self.section_of(certificate or role).engine(role, timeout_s)
+
+    def put(self, operations: Sequence[Put | Delete], role: Role = "mount") -> int:
+        """Apply a transaction as a member of a role, and return its revision."""
+
+        async def apply() -> int:
+            async with self.engine(role) as engine:
+                return await engine.transact((), operations)
+
+        return trio.run(apply)
+
+    def value(self, key: bytes) -> bytes:
+        """Return the value of a key of the cluster."""
+        return self.etcd.get(self._prefix(key[:1].decode()))[key[1:]]
 
     @contextlib.asynccontextmanager
     async def peers(self, certificate: str) -> AsyncIterator[Peers]:

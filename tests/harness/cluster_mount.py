@@ -1,17 +1,16 @@
 """A mount of a cluster with one store node, to hold it to what every mount promises."""
 
-import contextlib
 import json
 import os
 import shutil
-import signal
 import subprocess
 from itertools import count
 
-from harness import forks
 from harness.cluster import LONG_LEASE_S
+from harness.daemons import Daemon
 from harness.etcd_server import need_etcd, shared_etcd
 from harness.mountpoint import IRDMAFS, Mount, eventually
+from harness.network import Host
 from harness.scratch import scratch_directory
 
 CLUSTER = "cluster"
@@ -27,7 +26,6 @@ class OneNodeMount(Mount):
         need_etcd()
         super().__init__("kernel", arguments=arguments, store_size=store_size)
         self._directory = scratch_directory()
-        self._node: forks.Running | None = None
         self._name = name = f"test{os.getpid()}-{next(_numbers)}"
         done = self._run(
             *(*IRDMAFS, "cluster", "init", "--no-tls", "--etcd", shared_etcd().endpoint),
@@ -37,42 +35,34 @@ class OneNodeMount(Mount):
         assert done.returncode == 0, done
         self._config = self._directory / "cluster.toml"
         self.arguments = (*arguments, "--cluster", str(self._config), "--host", "elsewhere")
+        serve = (*IRDMAFS, "serve", self._directory / "store", "-f", "--config", self._config)
+        self._node = Daemon("node", Host("node", "127.0.0.1"), serve, self._directory / "log")
 
     def try_mount(self) -> subprocess.CompletedProcess[str]:
-        if self._node is None:
+        if not self._node.starts:
             self.start_node()
         return super().try_mount()
 
     def start_node(self) -> None:
-        log = self._directory / "log"
-        command = (*IRDMAFS, "serve", str(self._directory / "store"), "-f")
-        with log.open("wb") as output:
-            self._node = forks.start(
-                [*command, "--config", str(self._config)], output=output, errors=output
-            )
-        eventually(lambda: b"is served" in log.read_bytes(), "the store node serves", 20)
+        node = self._node
+        node.start()
+        eventually(lambda: node.log.read_text().count("is served") == node.starts, "it serves", 20)
 
     def kill_node(self) -> None:
         """Kill the store node, and have its lease end at once instead of by itself."""
-        assert self._node is not None
-        self._node.send_signal(signal.SIGKILL)
-        self._node.wait()
+        self._node.kill9()
         etcd = shared_etcd()
         found = json.loads(etcd.ctl("get", "--prefix", f"/irdmafs/{self._name}/n", "-w", "json"))
         for pair in found["kvs"]:
             etcd.ctl("lease", "revoke", f"{pair['lease']:x}")
 
     def log_tail(self, characters: int = 3000) -> str:
-        with contextlib.suppress(OSError):
-            node = (self._directory / "log").read_text(errors="replace")[-characters:]
-            return f"{super().log_tail(characters)}\nlog of the store node:\n{node}"
-        return super().log_tail(characters)
+        node = self._node.log_tail(characters)
+        return f"{super().log_tail(characters)}\nlog of the store node:\n{node}"
 
     def close(self) -> None:
         try:
             super().close()
         finally:
-            if self._node is not None:
-                self._node.send_signal(signal.SIGKILL)
-                self._node.wait()
+            self._node.kill9()
             shutil.rmtree(self._directory, ignore_errors=True)

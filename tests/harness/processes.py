@@ -47,10 +47,8 @@ def as_user(user: int) -> tuple[str, ...]:
 
 AS_NOBODY = as_user(NOBODY)
 # The capability to open every file is kept, too: the interpreter may lie below a private home directory.
-AS_NOBODY_WHO_OPENS_ALL = (
-    *AS_NOBODY,
-    *("--inh-caps=-all,+dac_override", "--ambient-caps=-all,+dac_override"),
-)
+WHO_OPENS_ALL = ("--inh-caps=-all,+dac_override", "--ambient-caps=-all,+dac_override")
+AS_NOBODY_WHO_OPENS_ALL = (*AS_NOBODY, *WHO_OPENS_ALL)
 
 
 def is_waiting(pid: int) -> bool:

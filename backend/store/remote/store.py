@@ -225,11 +225,26 @@ class RemoteStore:
         self._cluster.renewal.ask()
 
     def warnings(self) -> list[str]:
-        """Return a line for each problem with the credentials of this mount, or of nodes, and one if there
-        are damaged records in etcd."""
-        problems = self._cluster.renewal.problems()
-        former = [f"{problem}; the former ones stay in use" for problem in problems]
-        return [*self.peers.refusals(), *former, *self._cluster.faults.warnings()]
+        """Return a line for each problem: with the credentials of this mount, or of nodes; damaged records
+        in etcd; what this mount waits for; wrong bytes."""
+        cluster = self._cluster
+        warnings = self.peers.refusals()
+        warnings += [f"{it}; the former ones stay in use" for it in cluster.renewal.problems()]
+        warnings += cluster.faults.warnings()
+        if not cluster.session.valid():
+            etcd = ", ".join(cluster.config.cluster.etcd)
+            warnings.append(f"etcd at {etcd} does not answer: calls wait, and fail after a while")
+        if not self.members.nodes:
+            warnings.append(
+                "no store node is up: nothing can be published, and only what is cached here can be "
+                "read (irdmafs cluster status)"
+            )
+        if wrong := self._fetcher.figures.wrong_fetches:
+            warnings.append(
+                f"{wrong} fetches brought other bytes than were published, and were dropped: the log "
+                "says from which store nodes"
+            )
+        return warnings
 
     # -- figures ---------------------------------------------------------------------------------
 
