@@ -173,7 +173,9 @@ def test_of_two_inits_at_once_in_a_directory_one_makes_the_cluster(
         first, second = pool.map(new.init, ["--etcd-plain"] * 2)
     done, refused = sorted((first, second), key=lambda one: one.returncode)
     assert done.returncode == 0, done
-    assert re.search("another command changes|has a cluster named 'twice' already", one_line(refused))
+    assert re.search(
+        "another command changes|has a cluster named 'twice' already", one_line(refused)
+    )
     assert new.status(2)["cluster"] == "twice"
     assert len(os.listdir(tmp_path / "made")) == 12
 

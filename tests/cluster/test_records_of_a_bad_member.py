@@ -128,15 +128,11 @@ def test_nodes_and_mounts_go_on(cluster: Cluster) -> None:
 
 
 def test_attributes_that_no_mount_sets_are_refused_by_their_names(cluster: Cluster) -> None:
-    async def put() -> None:
-        async with cluster.engine("mount") as engine:
-            for ino, attribute in enumerate(FORGED, FIRST_INO):
-                inode = Inode(ino, 0o40755, 0, 0, 1)
-                inode.xattrs = dict([attribute])
-                name = Put(name_key(1, b"odd%d" % ino), ino.to_bytes(8, "big"))
-                await engine.transact((), [Put(inode_key(ino), inode.encode()), name])
-
-    trio.run(put)
+    for ino, attribute in enumerate(FORGED, FIRST_INO):
+        inode = Inode(ino, 0o40755, 0, 0, 1)
+        inode.xattrs = dict([attribute])
+        there = Put(name_key(1, b"odd%d" % ino), ino.to_bytes(8, "big"))
+        cluster.put([Put(inode_key(ino), inode.encode()), there])
     for mount in cluster.mounts[:2]:
         (mount.path / "elsewhere").write_bytes(b"e" * 300_000)
         for ino, (name, _) in enumerate(FORGED, FIRST_INO):
