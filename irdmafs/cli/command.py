@@ -115,6 +115,9 @@ def mount(
     size_bytes = None if size is None else size_of("--size", size)
     mounting.refuse_what_users_may_not(mount_options)
     mountpoint = mounting.prepare_mountpoint(directory, mount_options.nonempty)
+    for log in (own["log_file"], cluster and cluster.log.file):
+        if log and os.path.commonpath([os.path.realpath(log), mountpoint]) == mountpoint:
+            raise MountError(f"the log {log} is below the mountpoint: the mount would wait for itself")
     if store is None:
         chosen = stores.default_store(mountpoint, size_bytes)
     else:

@@ -207,6 +207,13 @@ def test_files_are_read_whatever_room_their_writers_leave(shared: OneNodeMount) 
 # -- mounts of a cluster that is not well ----------------------------------------------------------
 
 
+def test_a_log_in_the_mount_itself_is_refused(tmp_path: Path) -> None:
+    log = tmp_path / "mount" / "log"
+    line = one_line(irdmafs("mount", log.parent, "--log-file", log))
+    assert f"the log {log} is below the mountpoint" in line
+    assert not log.exists()
+
+
 def test_mount_without_store_nodes_says_so_and_what_is_lost(mounted: OneNodeMount) -> None:
     config = config_of(mounted)
     (mounted.path / "kept").write_bytes(b"0123456789")
