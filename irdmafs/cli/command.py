@@ -117,7 +117,9 @@ def mount(
     mountpoint = mounting.prepare_mountpoint(directory, mount_options.nonempty)
     for log in (own["log_file"], cluster and cluster.log.file):
         if log and os.path.commonpath([os.path.realpath(log), mountpoint]) == mountpoint:
-            raise MountError(f"the log {log} is below the mountpoint: the mount would wait for itself")
+            raise MountError(
+                f"the log {log} is below the mountpoint: the mount would wait for itself"
+            )
     if store is None:
         chosen = stores.default_store(mountpoint, size_bytes)
     else:
