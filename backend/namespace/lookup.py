@@ -158,17 +158,14 @@ class Names:
 
     def path_of(self, directory: int) -> bytes:
         """Return the path of a directory from the root, which is b"". Raises ENOENT if it was removed."""
-        path, inodes = b"", self.inodes
-        try:
-            while directory != ROOT_INO:
-                inode = inodes[directory]
-                if not inode.nlink or not inode.name:
-                    raise fail(errno.ENOENT)
-                path = b"/" + inode.name + path
-                directory = inode.parent
-        except KeyError:
-            raise fail(errno.ENOENT) from None
-        return path
+        names = list[bytes]()
+        while directory != ROOT_INO:
+            inode = self.inodes.get(directory)
+            if inode is None or not inode.nlink or not inode.name:
+                raise fail(errno.ENOENT)
+            names.append(b"/" + inode.name)
+            directory = inode.parent
+        return b"".join(reversed(names))
 
     def describe(self, ino: int) -> str:
         """Return the path of an inode from the root of the filesystem, for messages."""

@@ -143,7 +143,7 @@ def mount(
             say(reason)
 
     try:
-        _claim(chosen.path, cluster)
+        _claim(chosen.path, mountpoint, cluster)
         for warning in chosen.warnings:
             say(f"warning: {warning}", err=True)
         if config.foreground:
@@ -158,13 +158,12 @@ def mount(
         raise
 
 
-def _claim(store: str, cluster: ClusterConfig | None) -> None:
+def _claim(store: str, mountpoint: str, cluster: ClusterConfig | None) -> None:
     """Claim a store for a mount of this kind. Raises MountError where that would destroy its contents, and
     for a cache larger than its directory: it would never evict, and opens would fail."""
-    stores.refuse_other_purpose(store, "cache" if cluster else "mount")
+    stores.claim(store, mountpoint, None if cluster is None else cluster.path or "FILE")
     if cluster is None:
         return
-    stores.claim_cache(store, cluster.path or "FILE")
     below = os.statvfs(store)
     room, wanted = below.f_blocks * below.f_frsize, cluster.mount.cache_size
     if wanted is not None and wanted > room:

@@ -139,9 +139,7 @@ def default_store(mountpoint: str, size: int | None = None) -> Store:
             os.makedirs(os.path.dirname(TMPFS_ROOT), 0o755, exist_ok=True)
             _private_directory(TMPFS_ROOT)
             with locked(TMPFS_ROOT):
-                store = _tmpfs_store(os.path.join(TMPFS_ROOT, store_name(mountpoint)), size)
-            write_note(store.path, MOUNTPOINT_FILE, mountpoint)
-            return store
+                return _tmpfs_store(os.path.join(TMPFS_ROOT, store_name(mountpoint)), size)
         except PermissionError as error:
             refused = f"no tmpfs of its own for the store ({error.strerror})"
         except OSError as error:
@@ -161,7 +159,6 @@ def default_store(mountpoint: str, size: int | None = None) -> Store:
     created = _private_directory(path)
     wait_until_free(path)
     warnings = (f"{refused}; it is in {path}, without huge pages",) if refused else ()
-    write_note(path, MOUNTPOINT_FILE, mountpoint)
     return Store(path, created, warnings)
 
 
@@ -258,7 +255,6 @@ def explicit_store(directory: str, mountpoint: str, size: int | None = None) -> 
         wait_until_free(path)
     if size is not None:
         resize(path, size)
-    write_note(path, MOUNTPOINT_FILE, mountpoint)
     return Store(path, created, warnings)
 
 
@@ -344,10 +340,15 @@ def _discarding(path: str) -> str:
     return f"irdmafs umount --discard --store {path}"
 
 
-def claim_cache(path: str, config: str) -> None:
-    """Record that a directory is a cache for this cluster, and empty it: files that an earlier mount
-    cached are fetched again when they are opened. Raises MountError."""
-    if not is_locked(path):  # else the error of the daemon names the user of the store
+def claim(path: str, mountpoint: str, config: str | None) -> None:
+    """Record the mount whose store a directory is: one without a cluster, or one of the cluster that this
+    file describes. Its cache is emptied: files that an earlier mount cached are fetched again when they are
+    opened. Raises MountError where that would destroy contents."""
+    refuse_other_purpose(path, "mount" if config is None else "cache")
+    write_note(path, MOUNTPOINT_FILE, mountpoint)
+    if config is not None and not is_locked(
+        path
+    ):  # else the daemon's error names who uses the store
         empty_cache(path)
         write_note(path, _CLUSTER_FILE, config)
 

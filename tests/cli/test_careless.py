@@ -153,13 +153,13 @@ def test_a_store_is_not_used_for_another_purpose(mounted: OneNodeMount, tmp_path
     (mounted.path / "kept").write_bytes(b"kept")
     node_store = Path(config).parent / "store"
     kill_node(mounted)
-    extents = sorted(os.listdir(node_store / "extents"))
-    assert extents
+    kept = sorted(node_store.rglob("*"))
+    assert node_store / "extents" in (path.parent for path in kept)
     (tmp_path / "m").mkdir()
     for arguments in ((), ("--cluster", config)):
         line = one_line(irdmafs("mount", tmp_path / "m", "--store", node_store, *arguments))
         assert f"{node_store} is in use as the store of a store node" in line
-    assert sorted(os.listdir(node_store / "extents")) == extents
+    assert sorted(node_store.rglob("*")) == kept
 
     with Mount("kernel") as embedded:
         embedded.unmount()
