@@ -194,8 +194,7 @@ STATX_OUT: Final = struct.Struct("<QII16x")
 # attributes mean; four times; device numbers of a node and of the filesystem.
 STATX: Final = struct.Struct("<IIQIIIHxxQQQQ" + "qI4x" * 4 + "IIII112x")
 POLL_OUT: Final = struct.Struct("<II")
-DIRENT: Final = struct.Struct("<QQII")
-# With a name of so many bytes, up to NAME_MAX, and zeros up to a multiple of 8 bytes.
+# Directory entries with a name of so many bytes, up to NAME_MAX, and zeros up to a multiple of 8 bytes.
 DIRENTS: Final = [struct.Struct(f"<QQII{size + -size % 8}s") for size in range(256)]
 NOTIFY_POLL: Final = struct.Struct("<Q")
 NOTIFY_INVAL_INODE: Final = struct.Struct("<Qqq")
