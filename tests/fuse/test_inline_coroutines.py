@@ -129,23 +129,6 @@ def test_a_detached_coroutine_may_run_others_inline() -> None:
     assert trio.run(run_or_resume, outer()) == ["quick", "slow"]
 
 
-async def test_several_detached_coroutines_wait_at_the_same_time() -> None:
-    async def waiting(number: int, event: trio.Event, done: list[int]) -> None:
-        await detach()
-        await event.wait()
-        done.append(number)
-
-    events = [trio.Event() for _ in range(3)]
-    done: list[int] = []
-    async with trio.open_nursery() as nursery:
-        for number, event in enumerate(events):
-            nursery.start_soon(run_or_resume, waiting(number, event, done))
-        for number in (2, 0, 1):
-            events[number].set()
-            await trio.testing.wait_all_tasks_blocked()
-    assert done == [2, 0, 1]
-
-
 # -- cancelled ---------------------------------------------------------------------------------------
 
 
