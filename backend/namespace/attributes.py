@@ -26,7 +26,7 @@ from ..model.records import Settings
 from ..model.values import parse_size
 from . import drafts
 from .drafts import DRAFTS
-from .inode import ROOT_INO, Inode, fail
+from .inode import ROOT_INO, Inode, fail, is_name, upwards
 from .namespace import Namespace
 from .quotas import QUOTA_NAMES, parse_limit
 
@@ -42,7 +42,6 @@ AWAITS_TIMEOUT = b"user.irdmafs.awaits_timeout"
 
 STRIPE_MIN_BYTES = 1 << 20
 _AWAITS_TIMEOUT_S = 600.0
-_NAME_MAX_BYTES = 255
 
 
 def check(name: bytes, value: bytes) -> None:
@@ -57,7 +56,7 @@ def check(name: bytes, value: bytes) -> None:
         parse_limit(name, value)
     elif name in (ISOLATION, FOLLOW) and value not in (b"on", b"off"):
         raise ValueError(f"{_text(name)} is on or off, not {_text(value)!r}")
-    elif name == AWAITS and not _is_name(value):
+    elif name == AWAITS and not is_name(value):
         raise ValueError(
             f"user.irdmafs.awaits is the name of a directory beside this one, not {_text(value)!r}"
         )
@@ -69,13 +68,8 @@ def check(name: bytes, value: bytes) -> None:
 
 def directory_with(namespace: Namespace, name: bytes, directory: int) -> int:
     """Return the nearest directory, from this one upwards, that has an attribute; 0 if none has it."""
-    while (inode := namespace.inodes.get(directory)) is not None:
-        if name in inode.xattrs:
-            return directory
-        if directory == ROOT_INO:
-            break
-        directory = inode.parent
-    return 0
+    found = (one.ino for one in upwards(namespace.inodes, directory) if name in one.xattrs)
+    return next(found, 0)
 
 
 def of(namespace: Namespace, directory: int, settings: Settings) -> tuple[int, int, Policy]:
@@ -120,15 +114,6 @@ def _seconds(value: bytes) -> float:
     if not re.fullmatch(r"[0-9]+(\.[0-9]+)?", text):
         raise ValueError(f"user.irdmafs.awaits_timeout is a number of seconds, not {text!r}")
     return float(text)
-
-
-def _is_name(value: bytes) -> bool:
-    """Return whether a file can have this name."""
-    return (
-        value not in (b"", b".", b"..")
-        and len(value) <= _NAME_MAX_BYTES
-        and not any(char in value for char in b"/\0")
-    )
 
 
 def _text(value: bytes) -> str:

@@ -7,7 +7,7 @@ A directory below it whose name matches one is a draft while it has that name, a
 from collections.abc import Mapping
 from fnmatch import fnmatchcase
 
-from .inode import ROOT_INO, Inode
+from .inode import Inode, upwards
 
 DRAFTS = b"user.irdmafs.drafts"
 # Each close in a draft compares them with each name of its path.
@@ -26,12 +26,9 @@ def check(value: bytes) -> None:
 def is_draft(inodes: Mapping[int, Inode], directory: int, *below: bytes) -> bool:
     """Return whether a directory is a draft, or below one; or else one of the directories `below` it."""
     names = [*below]
-    while (inode := inodes.get(directory)) is not None and inode.is_dir:
+    for inode in upwards(inodes, directory):
         if DRAFTS in inode.xattrs:
             patterns = inode.xattrs[DRAFTS].split()
             return any(fnmatchcase(name, pattern) for pattern in patterns for name in names)
-        if directory == ROOT_INO:
-            break
         names.append(inode.name)
-        directory = inode.parent
     return False

@@ -15,10 +15,10 @@ from ..model.records import NEXT_INO_KEY, NEXT_INO_OF
 from .inode import (
     DAMAGED_INO,
     FIRST_VIRTUAL_INO,
-    NAME_MAX,
     ROOT_INO,
     Inode,
     inode_key,
+    is_name,
     nearest_time,
     time_key,
 )
@@ -108,11 +108,7 @@ def _can_be(kind: bytes, ino: int, key: bytes, value: bytes | None) -> bool:
     if kind == b"i":
         return not name and not (ino == ROOT_INO and value is None)
     if kind == b"d":
-        return (
-            0 < len(name) <= NAME_MAX
-            and not (b"/" in name or b"\0" in name)
-            and name not in (b".", b"..")
-        )
+        return is_name(name)
     return not name and (value is None or len(value) == 8)
 
 

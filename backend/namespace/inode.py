@@ -13,6 +13,7 @@ compare (the last one wins), and its link count is derived from its names.
 import errno
 import os
 import stat
+from collections.abc import Iterator, Mapping
 from functools import partial
 from struct import Struct
 from typing import Annotated, Final, NamedTuple
@@ -180,6 +181,24 @@ class Inode:
         new.digests, new.revision = self.digests, self.revision
         new.birth_ns, new.maker = self.birth_ns, self.maker
         return new
+
+
+def is_name(name: bytes) -> bool:
+    """Return whether a file can have this name."""
+    return (
+        0 < len(name) <= NAME_MAX
+        and not (b"/" in name or b"\0" in name)
+        and name not in (b".", b"..")
+    )
+
+
+def upwards(inodes: Mapping[int, Inode], directory: int) -> Iterator[Inode]:
+    """Yield a directory and those above it, up to the root, as far as they are there."""
+    while (inode := inodes.get(directory)) is not None:
+        yield inode
+        if directory == ROOT_INO:
+            return
+        directory = inode.parent
 
 
 # The keys of an inode's record, and of a directory's times, by its number.

@@ -158,13 +158,16 @@ class Names:
 
     def path_of(self, directory: int) -> bytes:
         """Return the path of a directory from the root, which is b"". Raises ENOENT if it was removed."""
-        names = list[bytes]()
-        while directory != ROOT_INO:
-            inode = self.inodes.get(directory)
-            if inode is None or not inode.nlink or not inode.name:
-                raise fail(errno.ENOENT)
-            names.append(b"/" + inode.name)
-            directory = inode.parent
+        names, inodes = list[bytes](), self.inodes
+        try:
+            while directory != ROOT_INO:
+                inode = inodes[directory]
+                if not inode.nlink or not inode.name:
+                    raise fail(errno.ENOENT)
+                names.append(b"/" + inode.name)
+                directory = inode.parent
+        except KeyError:
+            raise fail(errno.ENOENT) from None
         return b"".join(reversed(names))
 
     def describe(self, ino: int) -> str:
@@ -312,11 +315,15 @@ class Inodes(dict[int, Inode]):
         inode.name = value[_HEADER.size : record_at]
         if inode.is_dir:
             inode.nlink = 2 + subdirectories
-            changed = self._records.get(time_key(ino))
-            if changed is not None:
-                inode.mtime_ns = time_ns = nearest_time(int.from_bytes(changed, "big"))
-                inode.ctime_ns = max(inode.ctime_ns, time_ns)
+            self.date(inode)
         return inode
+
+    def date(self, directory: Inode) -> None:
+        """Give a directory the time when its names changed, if that is in the map."""
+        changed = self._records.get(time_key(directory.ino))
+        if changed is not None:
+            directory.mtime_ns = time_ns = nearest_time(int.from_bytes(changed, "big"))
+            directory.ctime_ns = max(directory.ctime_ns, time_ns)
 
     def unrecorded(self) -> list[Inode]:
         """Return the inodes without a record: those that were removed and are open, and new files of which

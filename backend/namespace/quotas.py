@@ -14,11 +14,11 @@ happened, so that several at once do not use the same room.
 import errno
 import logging
 import os
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import NamedTuple
 
 from ..model.values import human_bytes, parse_size
-from .inode import ROOT_INO, Inode, fail
+from .inode import Inode, fail, upwards
 
 QUOTA_BYTES = b"user.irdmafs.quota_bytes"
 QUOTA_INODES = b"user.irdmafs.quota_inodes"
@@ -92,7 +92,7 @@ class Quotas:
         self._parents_of = parents_of
         self._path_of = path_of
         self.in_use = False
-        self._usages: dict[int, Usage] = {}
+        self.usages: dict[int, Usage] = {}  # by the directory that has the quota
         # The charge of every inode below a quota.
         self._charges: dict[int, Charge] = {}
         # Directories that got or lost a quota since the last `update`.
@@ -100,24 +100,10 @@ class Quotas:
 
     # -- reading ---------------------------------------------------------------------------------
 
-    def usage(self, directory: int) -> Usage | None:
-        """Return the quota of this very directory."""
-        return self._usages.get(directory)
-
-    def directories(self) -> Collection[int]:
-        """Return the directories that have a quota."""
-        return self._usages.keys()
-
     def above(self, directory: int) -> tuple[int, ...]:
         """Return the directories to whose quotas the names in a directory are charged."""
-        found = []
-        while True:
-            if directory in self._usages:
-                found.append(directory)
-            inode = self._inodes.get(directory)
-            if inode is None or directory == ROOT_INO or not inode.parent:
-                return tuple(found)
-            directory = inode.parent
+        above = upwards(self._inodes, directory)
+        return tuple([one.ino for one in above if one.ino in self.usages])
 
     def of(self, ino: int) -> tuple[int, ...]:
         """Return the directories to whose quotas an inode is charged."""
@@ -129,7 +115,7 @@ class Quotas:
     def around(self, ino: int) -> list[Usage]:
         """Return the quotas that an inode belongs to, or what is made in it if it is a directory."""
         found = self.above(ino) if self._inodes[ino].is_dir else self.of(ino)
-        return [self._usages[directory] for directory in found]
+        return [self.usages[directory] for directory in found]
 
     # -- deciding --------------------------------------------------------------------------------
 
@@ -143,7 +129,7 @@ class Quotas:
         charged = self._charges.get(ino, _NOTHING)
         is_near = False
         for quota in quotas:
-            usage = self._usages[quota]
+            usage = self.usages[quota]
             is_new = quota not in charged.quotas
             if is_new:
                 left = usage.limit_inodes - usage.inodes - 1
@@ -190,9 +176,9 @@ class Quotas:
         if not limits:
             self.forget(ino)
             return
-        usage = self._usages.get(ino)
+        usage = self.usages.get(ino)
         if usage is None:
-            usage = self._usages[ino] = Usage()
+            usage = self.usages[ino] = Usage()
             self._changed.add(ino)
             self.in_use = True
         usage.limit_bytes = limits.get(QUOTA_BYTES, _UNLIMITED)
@@ -200,12 +186,8 @@ class Quotas:
 
     def forget(self, directory: int) -> None:
         """Note that a directory has no quota, or is gone."""
-        if self._usages.pop(directory, None) is not None:
+        if self.usages.pop(directory, None) is not None:
             self._changed.add(directory)
-
-    def expect(self, ino: int, charge: Charge) -> None:
-        """Charge an inode as if the mutation under way had succeeded. The next `update` corrects it."""
-        self._set(ino, charge)
 
     def update(self, inos: Iterable[int]) -> None:
         """Bring the account up to date after these inodes, or their names, have changed."""
@@ -217,7 +199,7 @@ class Quotas:
             ino = todo.pop()
             if self._look_at(ino):
                 todo += [below for _, below in self._below(ino)]
-        self.in_use = bool(self._usages)
+        self.in_use = bool(self.usages)
 
     def _look_at(self, ino: int) -> bool:
         """Return whether an inode belongs to other quotas than it did."""
@@ -226,14 +208,15 @@ class Quotas:
         quotas = self.of(ino) if inode is not None else ()
         size = inode.blocks * _BLOCK_BYTES if inode is not None and quotas else 0
         if quotas != before.quotas or size != before.bytes:
-            self._set(ino, Charge(quotas, size))
+            self.charge(ino, Charge(quotas, size))
         return quotas != before.quotas
 
-    def _set(self, ino: int, charge: Charge) -> None:
+    def charge(self, ino: int, charge: Charge) -> None:
+        """Charge an inode; as if a mutation under way had succeeded, until the next `update`."""
         before = self._charges.pop(ino, _NOTHING)
         for sign, one in ((-1, before), (1, charge)):
             for quota in one.quotas:
-                usage = self._usages.get(quota)
+                usage = self.usages.get(quota)
                 if usage is not None:
                     usage.inodes += sign
                     usage.bytes += sign * one.bytes

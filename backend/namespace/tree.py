@@ -24,7 +24,7 @@ from ..model.clock import now_ns
 from ..model.records import NEXT_INO_KEY, NEXT_INO_OF
 from .commit import Commit
 from .drafts import DRAFTS
-from .events import Listener, changes_of, differences, misplaced, removals_first, time_of
+from .events import Listener, changes_of, differences, misplaced, removals_first
 from .inode import DAMAGED_INO, FIRST_VIRTUAL_INO, ROOT_INO, Inode, inode_key, name_key, time_key
 from .lookup import Names, link_key
 from .numbers import next_ino_key, numbers_of
@@ -320,7 +320,7 @@ class Tree(Names):
         self._removing += removed
         charged = commit.inode if commit.charge is not None else None
         if charged is not None and commit.charge is not None:
-            self.quotas.expect(charged.ino, commit.charge)
+            self.quotas.charge(charged.ino, commit.charge)
         try:
             yield
         finally:
@@ -348,10 +348,7 @@ class Tree(Names):
             inode.parent, inode.name, inode.more = known.parent, known.name, known.more
         if inode.is_dir:
             inode.nlink = (known.nlink if known is not None else 0) or 2
-            touched = self.records.get(time_key(ino))
-            if touched is not None:
-                inode.mtime_ns = time_ns = time_of(touched)
-                inode.ctime_ns = max(inode.ctime_ns, time_ns)
+            self.inodes.date(inode)
             if inode.xattrs or self.quotas.in_use:
                 self._take_limits(inode)
         elif inode.maker or self.unseen:

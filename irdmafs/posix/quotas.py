@@ -24,7 +24,7 @@ async def may_set(uid: int, pid: int, processes: Processes) -> bool:
 
 def used(namespace: Namespace, directory: int, name: bytes) -> bytes:
     """Return what is charged to a directory. Raises OSError ENODATA for one without a quota."""
-    usage = namespace.quotas.usage(directory)
+    usage = namespace.quotas.usages.get(directory)
     if usage is None:
         raise fail(errno.ENODATA)
     return b"%d" % (usage.bytes if name == USED_BYTES else usage.inodes)
@@ -33,9 +33,7 @@ def used(namespace: Namespace, directory: int, name: bytes) -> bytes:
 def report(namespace: Namespace) -> list[dict[str, Any]]:
     """Return the fullest quotas for `irdmafs status`, the fullest first."""
     found = []
-    for directory in namespace.quotas.directories():
-        usage = namespace.quotas.usage(directory)
-        assert usage is not None
+    for directory, usage in namespace.quotas.usages.items():
         limit_bytes, limit_inodes = usage.limits
         full = max(usage.bytes / usage.limit_bytes, usage.inodes / usage.limit_inodes)
         row = {

@@ -32,8 +32,7 @@ async def make(namespace: Namespace, parent: int, name: bytes, mode: int = FILE)
 
 def used(namespace: Namespace, directory: int) -> tuple[int, int]:
     """Inodes and bytes that are charged to a directory."""
-    usage = namespace.quotas.usage(directory)
-    assert usage is not None
+    usage = namespace.quotas.usages[directory]
     return usage.inodes, usage.bytes
 
 
@@ -110,9 +109,7 @@ def nameless(namespace: Namespace) -> frozenset[int]:
 
 def limits_hold(namespace: Namespace, before: dict[int, tuple[int, int]]) -> None:
     """Nothing is above a limit that was not above it before."""
-    for directory in namespace.quotas.directories():
-        usage = namespace.quotas.usage(directory)
-        assert usage is not None
+    for directory, usage in namespace.quotas.usages.items():
         inodes, size = before.get(directory, (2**63, 2**63))
         assert usage.inodes <= max(usage.limit_inodes, inodes)
         assert usage.bytes <= max(usage.limit_bytes, size)
@@ -127,11 +124,11 @@ def test_the_account_is_what_a_recount_finds(steps: Sequence[Step]) -> None:
             records = Map(f"{directory}/names")
             namespace = await load_own(records)
             for step in steps:
-                before = {ino: used(namespace, ino) for ino in namespace.quotas.directories()}
+                before = {ino: used(namespace, ino) for ino in namespace.quotas.usages}
                 await error_of(do(namespace, step))
                 check(namespace, nameless(namespace))
                 limits_hold(namespace, before)
-            account = {ino: used(namespace, ino) for ino in namespace.quotas.directories()}
+            account = {ino: used(namespace, ino) for ino in namespace.quotas.usages}
             unpublished = any(
                 inode.is_file and inode.nlink and not inode.version
                 for inode in namespace.inodes.values()
@@ -140,7 +137,7 @@ def test_the_account_is_what_a_recount_finds(steps: Sequence[Step]) -> None:
             records = Map(f"{directory}/names")
             again = await load_own(records)
             check(again)
-            found = {ino: used(again, ino) for ino in again.quotas.directories()}
+            found = {ino: used(again, ino) for ino in again.quotas.usages}
             assert found.keys() == account.keys()
             assert unpublished or found == account
             records.close()
@@ -166,12 +163,10 @@ def test_the_account_is_what_a_recount_finds_on_every_host(
             for namespace in namespaces:
                 await namespace.hub.barrier()
                 check(namespace, nameless(namespace))
-                accounts.append(
-                    {ino: used(namespace, ino) for ino in namespace.quotas.directories()}
-                )
+                accounts.append({ino: used(namespace, ino) for ino in namespace.quotas.usages})
             async with host(own) as fresh:
                 check(fresh)
-                accounts.append({ino: used(fresh, ino) for ino in fresh.quotas.directories()})
+                accounts.append({ino: used(fresh, ino) for ino in fresh.quotas.usages})
             assert accounts[0] == accounts[1] == accounts[2]
 
     run(test)

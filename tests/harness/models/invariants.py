@@ -48,9 +48,8 @@ def check(namespace: Namespace, nameless: frozenset[int] = frozenset()) -> None:
         assert sorted(namespace.parents_of(ino)) == sorted(set(found))
     recorded = sum(namespace.inodes[ino].revision > 0 for ino in subdirectories)
     assert namespace.inodes.totals.directories == recorded
-    for ino in namespace.quotas.directories():
-        usage = namespace.quotas.usage(ino)
-        assert usage is not None and (usage.inodes, usage.bytes) == recount(namespace, ino)
+    for ino, usage in namespace.quotas.usages.items():
+        assert (usage.inodes, usage.bytes) == recount(namespace, ino)
     left_over = set(namespace.inodes) - set(parents)
     assert left_over == nameless
     assert all(namespace.inodes[ino].nlink == 0 for ino in left_over)
