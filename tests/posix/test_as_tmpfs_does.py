@@ -15,7 +15,6 @@ from pathlib import Path
 import pytest
 from conftest import EVERYWHERE
 from harness.closing import descriptor
-from harness.cluster_mount import CLUSTER
 from harness.differential.command import (
     Difference,
     Pair,
@@ -36,7 +35,7 @@ from harness.models.namespace import error_of
 from harness.mountpoint import Mount
 from harness.network import CommandFailed
 from harness.network import run as run_checked
-from harness.processes import Process, TakeProcess
+from harness.processes import TakeProcess
 
 SESSIONS = EVERYWHERE
 PROGRAMS_AT_ONCE = 10
@@ -90,21 +89,6 @@ def test_lock_in_the_way_is_told_by_its_range_whatever_its_kind(
     with file.open("r+b") as own:
         answer = fcntl.fcntl(own, OFD_GETLK, asked)
     assert struct.unpack("hhqqixxxx", answer)[:4] == (fcntl.F_WRLCK, os.SEEK_SET, 10, 7)
-
-
-def test_map_of_a_file_that_is_emptied_can_still_be_read(
-    session: str, file: Path, reader: Process
-) -> None:
-    if session != CLUSTER:
-        pytest.skip("elsewhere the mapping loses its pages, as POSIX says")
-    file.write_bytes(b"content")
-    reader.do(
-        "f = open(file, 'rb'); m = mmap.mmap(f.fileno(), 0, prot=mmap.PROT_READ); f.close()",
-        file=str(file),
-    )
-    os.close(os.open(file, os.O_RDONLY | os.O_TRUNC))
-    assert reader.do("m[:]") == b"content"
-    assert file.read_bytes() == b""
 
 
 def _map(fd: int) -> int:

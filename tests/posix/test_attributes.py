@@ -383,39 +383,27 @@ def test_access_time_moves_by_the_read_after_a_change_though_the_kernel_had_forg
     assert asked["FORGET"] + asked["BATCH_FORGET"]
 
 
-@pytest.mark.parametrize("option", ["relatime", "noatime"])
-def test_access_times_move_by_reads_unless_with_noatime_and_are_kept_at_the_unmount(
+@pytest.mark.parametrize("option", ["relatime", "noatime", "ro"])
+def test_access_times_move_by_reads_unless_an_option_forbids_it_and_are_kept_at_the_unmount(
     session: str, new_mount: Callable[..., Mount], process: TakeProcess, option: str
 ) -> None:
-    mount = new_mount("-o", option)
-    file = mount.path / "file"
-    file.write_bytes(b"content")
-    os.utime(file, (1, 2))
-    process().do("open(f, 'rb').read()", f=str(file))
-    atime_ns = file.stat().st_atime_ns
-    assert (atime_ns > 10**9) == (option == "relatime")
-    if session != CLUSTER:  # what is written is not on the next mount's host
-        mount.restart()
-        assert file.stat().st_atime_ns == atime_ns
-
-
-def test_access_times_stay_on_a_read_only_mount(
-    session: str, own_mount: Mount, process: TakeProcess
-) -> None:
-    if session == CLUSTER:
+    if session == CLUSTER and option == "ro":
         pytest.skip("what is written is not on the next mount's host")
-    file, directory = own_mount.path / "file", own_mount.path / "dir"
-    file.write_bytes(b"content")
-    directory.mkdir()
-    for path in (file, directory):
+    mount = new_mount(*(("-o", option) if option != "ro" else ()))
+    paths = mount.path / "file", mount.path / "dir"
+    paths[0].write_bytes(b"content")
+    paths[1].mkdir()
+    for path in paths:
         os.utime(path, (1, 2))
-    own_mount.unmount()
-    own_mount.arguments = ("-o", "ro")
-    own_mount.remount()
-    process().do("open(f, 'rb').read(); os.listdir(d)", f=str(file), d=str(directory))
-    assert [path.stat().st_atime_ns for path in (file, directory)] == [10**9, 10**9]
-    own_mount.restart()
-    assert [path.stat().st_atime_ns for path in (file, directory)] == [10**9, 10**9]
+    if option == "ro":
+        mount.arguments = ("-o", option)
+        mount.restart()
+    process().do("open(f, 'rb').read(); os.listdir(d)", f=str(paths[0]), d=str(paths[1]))
+    atimes_ns = [path.stat().st_atime_ns for path in paths]
+    assert [atime_ns > 10**9 for atime_ns in atimes_ns] == [option == "relatime"] * 2
+    if session != CLUSTER:
+        mount.restart()
+        assert [path.stat().st_atime_ns for path in paths] == atimes_ns
 
 
 def test_file_tells_its_store_nodes_in_a_cluster_only(folder: Path, session: str) -> None:

@@ -49,12 +49,17 @@ def start_reading(process: Process, path: Path) -> None:
 # -- where the links lead ----------------------------------------------------------------------------
 
 
-def test_a_link_leads_to_the_newest_version(since: Path) -> None:
+def test_a_link_leads_to_the_newest_version_there_is_and_is_not_listed(since: Path) -> None:
+    (since.parent / "model").symlink_to("since/0/model")
     for number in (1, 2, 10):
         make_version(since.parent, number)
         for asked in (0, 1, number):
             assert os.readlink(since / f"{asked}") == f"../versions/{number}"
             assert (since / f"{asked}" / "model").read_bytes() == b"version %d" % number
+        assert (since.parent / "model").read_bytes() == b"version %d" % number
+    (since.parent / "versions" / "10").rename(since.parent / "taken-back")
+    assert os.readlink(since / "0") == "../versions/2"
+    assert os.listdir(since) == []
 
 
 def test_a_name_looked_for_in_vain_is_found_by_who_waits(since: Path, reader: Process) -> None:
@@ -86,28 +91,7 @@ def test_earlier_versions_and_other_names_do_not_end_a_wait(since: Path, reader:
     assert reader.result() == b"version 7"
 
 
-def test_a_link_of_a_link_leads_to_each_new_version(since: Path) -> None:
-    (since.parent / "model").symlink_to("since/0/model")
-    for number in range(1, 6):
-        make_version(since.parent, number)
-        assert (since.parent / "model").read_bytes() == b"version %d" % number
-
-
-def test_versions_that_are_removed_do_not_count(since: Path) -> None:
-    make_version(since.parent, 1)
-    make_version(since.parent, 2)
-    assert os.readlink(since / "0") == "../versions/2"
-    (since.parent / "versions" / "2").rename(since.parent / "taken-back")
-    assert os.readlink(since / "0") == "../versions/1"
-
-
 # -- the links themselves ----------------------------------------------------------------------------
-
-
-def test_links_are_not_listed(since: Path) -> None:
-    make_version(since.parent, 1)
-    os.readlink(since / "0")
-    assert os.listdir(since) == []
 
 
 def test_a_program_waits_for_a_file_until_it_has_a_version(since: Path, reader: Process) -> None:

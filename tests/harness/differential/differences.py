@@ -68,7 +68,7 @@ ALLOWED: tuple[Allowed, ...] = (
     Allowed(
         "A published version of a cluster's file lies in an extent of its own: who has mapped one that is "
         "emptied goes on reading it where a tmpfs sends SIGBUS",
-        "test_as_tmpfs_does.py, test_map_of_a_file_that_is_emptied_can_still_be_read",
+        "test_promises.py, test_mapping_survives_an_open_for_reading_that_truncates_the_file",
         ("cluster",),
         _keeps_pages,
     ),
