@@ -24,7 +24,7 @@ from .nodes import Handle, Node
 from .publishing import Publisher
 from .put_off import PutOff
 from .references import References
-from .routes import Routes
+from .routes import Promise, Routes
 
 log = logging.getLogger(__name__)
 
@@ -76,12 +76,8 @@ class Cache:
             inode = await self._stored(inode, flags)
         promise = self.routes.take(pid, inode.ino) if self.routes.promises else None
         try:
-            empties_at_once = flags & _EMPTYING == os.O_TRUNC
-            if empties_at_once and (promise is None or not promise.is_kept_by(node, flags)):
-                nameless = promise is not None and promise.is_nameless(node)
-                shown = node.content if nameless and node.opens else None
-                await self.carried.empty(self.sharing.content_to_empty(inode, shown))
-                inode = await self._store.bring(inode.ino)  # others may have published since
+            if flags & _EMPTYING == os.O_TRUNC:
+                inode = await self._emptied(inode, node, flags, promise)
             if flags & os.O_ACCMODE:
                 inode = await self._settled(inode, flags)
             content, cut = self.routes.choose(inode, node, flags, pid, promise, name)
@@ -92,6 +88,20 @@ class Cache:
         if handle.writing or content.preparing or content.awaited:
             await self._make_ready(handle, content, cut=cut)
         return handle
+
+    async def _emptied(
+        self, inode: Inode, node: Node, flags: int, promise: Promise | None
+    ) -> Inode:
+        """Empty a file for an open with O_RDONLY | O_TRUNC, unless that did it before it was promised the
+        content. Return the inode."""
+        kept = nameless = False
+        if promise is not None:
+            kept, nameless = promise.is_kept_by(node, flags), promise.is_nameless(node)
+            if kept and promise.is_emptied:
+                return inode
+        shown = node.content if (nameless if node.opens else kept) else None
+        await self.carried.empty(self.sharing.content_to_empty(inode, shown))
+        return await self._store.bring(inode.ino)  # others may have published since
 
     async def _stored(self, inode: Inode, flags: int) -> Inode:
         """Return the inode when its file may be opened so. One that was closed and is not stored yet may be

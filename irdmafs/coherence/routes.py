@@ -34,7 +34,8 @@ _Slot = tuple[int, int]
 @dataclass(slots=True, eq=False)
 class Promise:
     """An open by a thread with `flags`, which came to one node by a `name`, if that is known, and will find
-    its content on another when it comes again. `cut`: the content is to be emptied for it."""
+    its content on another when it comes again. `cut`: the content is to be emptied for it. `is_emptied`: an
+    open with O_RDONLY | O_TRUNC has emptied it already."""
 
     name: Name | None
     came_to: Node
@@ -42,6 +43,7 @@ class Promise:
     content: Content
     flags: int
     cut: bool
+    is_emptied: bool = False
     looked_up: bool = False
     since: float = field(default_factory=time.monotonic)
 
@@ -162,7 +164,7 @@ class Routes(OnHost):
         bindable = content.state is not State.REPLACING or nameless
         if node.content is content if node.opens or node.promised else bindable:
             return content, cut
-        self._promise(inode, flags, pid, name, node, content, cut=cut)
+        self._promise(inode, flags, pid, name, node, content, cut=cut).is_emptied = True
         raise fail(errno.ESTALE)
 
     def comes_by_no_name(self, node: Node, flags: int) -> bool:
@@ -268,8 +270,8 @@ class Routes(OnHost):
         content: Content,
         *,
         cut: bool,
-    ) -> None:
-        """Make the next lookup by this thread find a node for the content."""
+    ) -> Promise:
+        """Make the next lookup by this thread find a node for the content. Return what it is promised."""
         slot = _slot(pid, inode.ino)
         self._withdraw(slot)
         node = self._node_for(inode, content)
@@ -281,6 +283,7 @@ class Routes(OnHost):
         content.awaited += promise.joins
         self.promises[slot] = promise
         self._awaited[inode.ino] += 1
+        return promise
 
 
 def _slot(pid: int, ino: int) -> _Slot:

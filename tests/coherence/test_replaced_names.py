@@ -151,6 +151,19 @@ def test_an_open_for_reading_that_empties_a_file_can_read(here: Path, there: Pat
                 assert len(file.read()) in (0, SIZE)
 
 
+def test_an_open_for_reading_empties_what_another_host_has_just_put_there(
+    here: Path, there: Path
+) -> None:
+    (here / "file").touch()
+    for n in range(100):
+        (here / "new").write_bytes(pattern(n, SIZE))
+        (there / "file").stat()
+        os.replace(here / "new", here / "file")
+        with descriptor(os.open(there / "file", os.O_RDONLY | os.O_TRUNC)) as fd:
+            assert os.fstat(fd).st_size == 0
+        assert (there / "file").stat().st_size == 0
+
+
 def test_an_open_that_waits_for_a_content_outlives_the_file() -> None:
     """Its last name goes, and the last descriptor of another open, while the content is on its way."""
     plan = Plan(nodes=1, mounts=2, replicas=1, store_bytes=640 * MIB, cache_bytes=640 * MIB)
