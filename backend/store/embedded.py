@@ -126,6 +126,7 @@ class EmbeddedStore(Pinned, Store):
         Waits for the disk if the store is on one (`waits`). An empty extent is not kept: the version is
         recorded as empty. Raises OSError ENOSPC, EDQUOT; the file then keeps its present version.
         """
+        extent = version.extent
         if not version.size:
             version = version._replace(extent=NO_CONTENT)
         elif self.waits:
@@ -134,8 +135,10 @@ class EmbeddedStore(Pinned, Store):
         inode = await self.namespace.publish(version)
         self._retired.discard(version.extent)
         self._working.discard(version.extent)
-        if before not in (NO_CONTENT, version.extent):
+        if before not in (NO_CONTENT, extent):
             self.retire(before)
+        elif extent != version.extent:
+            self._working.add(extent)  # it was emptied, and may be written on
         return inode
 
     async def save_aside(self, version: NewVersion) -> str:

@@ -205,6 +205,13 @@ NOT_IN_PYFUSE3 = {
         root: fd = open_fd('.', os.O_TMPFILE | os.O_WRONLY)
         root: os.fstat(fd).st_gid, os.fstat(fd).st_mode
     """,
+    "a file that was emptied before it got a name is there when nobody has it open": """
+        a: fd = open_fd('.', os.O_TMPFILE | os.O_RDWR); os.write(fd, b'content'); os.fsync(fd)
+        a: reader = open_fd(f'/proc/self/fd/{fd}', os.O_RDONLY | os.O_TRUNC); os.close(fd)
+        a: os.link(f'/proc/self/fd/{reader}', 'file', src_dir_fd=reader, follow_symlinks=True)
+        a: os.close(reader)
+        b: os.stat('file').st_size, read('file'), os.listdir('.')
+    """,
     **{
         f"allocating {name} files": "".join(
             f"""
