@@ -238,12 +238,12 @@ class Publisher(OnHost):
 
     async def publish_now(self, ino: int, name: Name | None = None) -> bool:
         """Publish the content being written to an inode whose name is about to lead to another inode, or
-        that gets a `name` with it. Return whether it got that."""
+        that gets a `name` with it, also after its writer has gone. Return whether it got that."""
         is_named = False
         with ExitStack() as held:
             contents = list(self._table.private.get(ino, ()))
             current = self._table.current.get(ino)
-            if current is not None and current.writers:
+            if current and (current.writers or (name and current.state is State.LEFT)):
                 contents.insert(0, current)
             for content in contents:
                 held.enter_context(self._host.held(content))

@@ -312,6 +312,19 @@ def test_what_was_written_to_a_file_without_a_name_is_there_for_a_descriptor_tha
         os.close(fd)
 
 
+def test_what_was_written_to_a_file_without_a_name_is_published_with_its_first_by_who_has_it_open(
+    here: Path, there: Path
+) -> None:
+    writer = os.open(here, os.O_TMPFILE | os.O_RDWR)
+    os.write(writer, b"content")
+    with open(f"/proc/self/fd/{writer}", "rb") as reader:
+        os.close(writer)
+        path = f"/proc/self/fd/{reader.fileno()}"
+        os.link(path, here / "file", src_dir_fd=reader.fileno(), follow_symlinks=True)
+        assert (there / "file").read_bytes() == (here / "file").read_bytes() == b"content"
+    assert (there / "file").read_bytes() == (here / "file").read_bytes() == b"content"
+
+
 @needs_root
 def test_capabilities_in_a_user_namespace_of_its_own_give_a_user_nothing(
     folder: Path, tmpfs: Path
