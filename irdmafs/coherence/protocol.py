@@ -29,12 +29,10 @@ class Coherence:
     believe everything except changes that it does not notice: of a content that several nodes show or
     programs map, and of the node of a file that is being replaced.
 
-    `listings_stay`: the kernel may keep listings. `kernel_locks` is told of changes of names that are being
-    carried out; it is None where others need not know of a change before it is answered. `pid` is the
-    number of the calling thread.
+    `kernel_locks` is told of changes of names that are being carried out; it is None where others need not
+    know of a change before it is answered. `pid` is the number of the calling thread.
     """
 
-    listings_stay = True
     kernel_locks: KernelLocks | None = None
 
     def __init__(self, namespace: Namespace, cache: Cache) -> None:

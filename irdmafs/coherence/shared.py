@@ -33,8 +33,6 @@ _LEADS_MAX: Final = 20
 class Shared(Coherence):
     """The mount is one of several of its cluster."""
 
-    listings_stay = False
-
     @property
     def has_private_views(self) -> bool:
         return self._kernel.can_forget

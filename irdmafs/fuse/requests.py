@@ -108,8 +108,6 @@ class Requests:
         self._notices = notices
         self._deferred = deferred
         self._waiting = waiting
-        listings_stay = filesystem.coherence.listings_stay
-        self._directory_flags = Open.CACHE_DIR | Open.KEEP_CACHE if listings_stay else 0
         self.rows = self._table()
         locks = filesystem.coherence.kernel_locks
         if locks is not None:
@@ -162,7 +160,7 @@ class Requests:
             ),
             Opcode.POLL: _row(wire.POLL_IN, self._poll),
             # Directories
-            Opcode.OPENDIR: _row(wire.OPENDIR_IN, _at_node(names.opendir), self._pack_opendir),
+            Opcode.OPENDIR: _row(wire.OPENDIR_IN, _at_node(names.opendir), wire.pack_directory),
             Opcode.READDIR: _row(wire.READ_IN, self._readdir),
             Opcode.READDIRPLUS: _row(wire.READ_IN, self._readdirplus),
             Opcode.RELEASEDIR: _row(wire.RELEASE_IN, lambda asked, fh, _: names.releasedir(fh)),
@@ -332,9 +330,6 @@ class Requests:
         return wire.POLL_OUT.pack(events, 0)
 
     # -- directories -----------------------------------------------------------------------------
-
-    def _pack_opendir(self, fh: int) -> bytes:
-        return wire.OPEN_OUT.pack(fh, self._directory_flags, 0)
 
     def _readdir(self, asked: Request, fh: int, offset: int, size: int) -> bytes:
         parts: list[bytes] = []

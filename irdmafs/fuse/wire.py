@@ -109,7 +109,6 @@ class Open:
     """Flags of the answer to an open. Plain numbers: calculating with an IntFlag calls Python code."""
 
     KEEP_CACHE = 1 << 1
-    CACHE_DIR = 1 << 3
     NOFLUSH = 1 << 5
     PASSTHROUGH = 1 << 7
 
@@ -357,6 +356,12 @@ def pack_statfs(space: Space) -> bytes:
 
 def pack_lock(found: Lock) -> bytes:
     return LOCK_OUT.pack(found.start, found.end, found.type, found.pid)
+
+
+def pack_directory(fh: int) -> bytes:
+    """Return the answer to OPENDIR. The kernel is not to keep listings: one that goes on in the listing of
+    another would pass over names, as places in it are numbered from its own beginning."""
+    return OPEN_OUT.pack(fh, 0, 0)
 
 
 def pack_written(size: int) -> bytes:

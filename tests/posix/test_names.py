@@ -276,16 +276,19 @@ def test_names_that_stay_are_listed_once_while_others_come_and_go(
 
 
 def test_listing_goes_on_behind_many_names_just_removed(folder: Path, session: str) -> None:
+    """Also while others begin to list the directory."""
     if session != "kernel":
         pytest.skip("listed by the same code in every session, and slow to fill")
     # In the order in which they are listed; who lists them first does so here.
-    order = [f"name{number}" for number in range(5200)]
+    order = [f"name{number:04}" for number in range(5200)]
     for name in order:
         os.mknod(folder / name)
+    os.listdir(folder)
     with os.scandir(folder) as listing:
         next(listing)
         for name in order[500:5100]:
             os.unlink(folder / name)
+        assert os.listdir(folder) == order[:500] + order[5100:]
         seen = {entry.name for entry in listing}
     assert seen.issuperset(order[5100:])
 
