@@ -26,16 +26,6 @@ async def run_or_resume(coro: Any) -> Any:
 # -- without waiting ---------------------------------------------------------------------------------
 
 
-def test_detach_does_nothing_under_another_runner() -> None:
-    async def main() -> int:
-        with trio.testing.assert_no_checkpoints():
-            await detach()
-            await detach()
-        return 5
-
-    assert trio.run(main) == 5
-
-
 async def test_what_runs_inside_another_inline_leaves_the_outer_one_inline() -> None:
     async def inner() -> None:
         pass

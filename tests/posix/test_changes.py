@@ -59,18 +59,26 @@ CHANGE = {
 }
 
 
-@pytest.mark.parametrize("change", CHANGE.values(), ids=CHANGE.keys())
+changes = pytest.mark.parametrize("change", CHANGE.values(), ids=CHANGE.keys())
+
+
+def assert_that_who_waits_is_woken_by(
+    change: Callable[[Path], None], waiter: Process, one: Path, other: Path
+) -> None:
+    file = one / "top" / "a" / "b" / "file"
+    file.parent.mkdir(parents=True)
+    file.write_bytes(b"old")
+    assert (other / "top" / "a" / "b" / "file").read_bytes() == b"old"  # it has heard of all that
+    count = start_waiting(waiter, other / "top")
+    change(file)
+    assert int(waiter.result()) > count
+
+
+@changes
 def test_a_change_deep_below_wakes_who_waits(
     folder: Path, process: TakeProcess, change: Callable[[Path], None]
 ) -> None:
-    top = folder / "top"
-    file = top / "a" / "b" / "file"
-    file.parent.mkdir(parents=True)
-    file.write_bytes(b"old")
-    waiter = process()
-    count = start_waiting(waiter, top)
-    change(file)
-    assert int(waiter.result()) > count
+    assert_that_who_waits_is_woken_by(change, process(), folder, folder)
 
 
 def test_what_is_moved_in_wakes_who_waits(folder: Path, process: TakeProcess) -> None:
@@ -224,19 +232,11 @@ def test_requests_are_the_same_while_somebody_waits(
 # -- between hosts -----------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("change", CHANGE.values(), ids=CHANGE.keys())
+@changes
 def test_a_change_by_another_host_wakes_who_waits(
     pair: list[Path], process: TakeProcess, change: Callable[[Path], None]
 ) -> None:
-    one, other = pair
-    file = one / "top" / "a" / "b" / "file"
-    file.parent.mkdir(parents=True)
-    file.write_bytes(b"old")
-    assert (other / "top" / "a" / "b" / "file").read_bytes() == b"old"  # it has heard of all that
-    waiter = process()
-    count = start_waiting(waiter, other / "top")
-    change(file)
-    assert int(waiter.result()) > count
+    assert_that_who_waits_is_woken_by(change, process(), *pair)
 
 
 def test_who_is_woken_by_another_host_sees_change(pair: list[Path], process: TakeProcess) -> None:
