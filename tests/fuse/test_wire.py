@@ -137,14 +137,6 @@ class Checked(KernelSession):
         super().fail(request, error)
 
 
-class StartedTasks(Tasks):
-    """Tasks of a nursery that runs already, whose children tell whether any is left."""
-
-    def __init__(self, nursery: trio.Nursery) -> None:
-        super().__init__()
-        self._nursery = nursery
-
-
 class Served:
     """One store served by a session whose device is a file in memory: what it writes is read there."""
 
@@ -164,7 +156,8 @@ class Served:
         block = Superblock(self.cache, coherence, atimes, MountOptions())
         filesystem = Filesystem(block, locking, dict, acls=False)
         self.nursery = nursery
-        tasks = StartedTasks(nursery)
+        tasks = Tasks()
+        tasks._nursery = nursery  # it runs already, and its children tell whether any task is left
         wakeups = FastWakeups()
         wakeups.close()
         self.session = Checked(self.connection, filesystem, self.notices, tasks, Counts(), wakeups)
@@ -249,18 +242,14 @@ class Served:
             is_dir = inode is not None and inode.is_dir
             kind = Opcode.RELEASEDIR if is_dir else Opcode.RELEASE
             assert self.request(kind, handle.node.id, wire.RELEASE_IN.pack(fh, 0))[0] == 0
-        self.expire_redirections()
+        with pytest.MonkeyPatch.context() as patch:  # opens that were led elsewhere, and never came
+            patch.setattr("irdmafs.coherence.routes._MAX_AGE_S", -1)
+            self.cache.routes._withdraw_stale()
         for node in list(self.nodes.by_id.values()):
             if node.id != ROOT:
                 self.request(Opcode.FORGET, node.id, wire.FORGET_IN.pack(max(node.lookups, 0)))
         assert not self.nodes.handles
         assert list(self.nodes.by_id) == [ROOT]
-
-    def expire_redirections(self) -> None:
-        """Have opens that were sent to another node, and never came, be given up."""
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setattr("irdmafs.coherence.routes._MAX_AGE_S", -1)
-            self.cache.routes._withdraw_stale()
 
     def release_all(self) -> None:
         for fh, handle in list(self.nodes.handles.items()):
