@@ -102,8 +102,7 @@ class Quotas:
 
     def above(self, directory: int) -> tuple[int, ...]:
         """Return the directories to whose quotas the names in a directory are charged."""
-        above = upwards(self._inodes, directory)
-        return tuple([one.ino for one in above if one.ino in self.usages])
+        return tuple(one.ino for one in upwards(self._inodes, directory) if one.ino in self.usages)
 
     def of(self, ino: int) -> tuple[int, ...]:
         """Return the directories to whose quotas an inode is charged."""

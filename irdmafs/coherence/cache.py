@@ -77,7 +77,7 @@ class Cache:
         promise = self.routes.take(pid, inode.ino) if self.routes.promises else None
         try:
             if flags & _EMPTYING == os.O_TRUNC:
-                inode = await self._emptied(inode, node, flags, promise)
+                inode = await self._empty(inode, node, flags, promise)
             if flags & os.O_ACCMODE:
                 inode = await self._settled(inode, flags)
             content, cut = self.routes.choose(inode, node, flags, pid, promise, name)
@@ -89,9 +89,7 @@ class Cache:
             await self._make_ready(handle, content, cut=cut)
         return handle
 
-    async def _emptied(
-        self, inode: Inode, node: Node, flags: int, promise: Promise | None
-    ) -> Inode:
+    async def _empty(self, inode: Inode, node: Node, flags: int, promise: Promise | None) -> Inode:
         """Empty a file for an open with O_RDONLY | O_TRUNC, unless that did it before it was promised the
         content. Return the inode."""
         kept = nameless = False

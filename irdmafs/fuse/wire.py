@@ -358,11 +358,5 @@ def pack_lock(found: Lock) -> bytes:
     return LOCK_OUT.pack(found.start, found.end, found.type, found.pid)
 
 
-def pack_directory(fh: int) -> bytes:
-    """Return the answer to OPENDIR. The kernel is not to keep listings: one that goes on in the listing of
-    another would pass over names, as places in it are numbered from its own beginning."""
-    return OPEN_OUT.pack(fh, 0, 0)
-
-
 def pack_written(size: int) -> bytes:
     return WRITE_OUT.pack(size, 0)

@@ -233,20 +233,17 @@ async def test_a_change_that_fails_charges_nothing(tmp_path: Any) -> None:
     await quota(namespace, place.ino, QUOTA_BYTES, 10 * BLOCK)
     file = await make(namespace, place.ino, b"file")
     await namespace.publish(NewVersion(file.ino, ContentId(1), 1, 8, 1))
-    assert (
-        await error_of(namespace.publish(NewVersion(file.ino, ContentId(2), 1, 11, 1))) == "EDQUOT"
-    )
+    too_large = NewVersion(file.ino, ContentId(2), 1, 11, 1)
+    assert await error_of(namespace.publish(too_large)) == "EDQUOT"
     assert used(namespace, place.ino) == (1, 8 * BLOCK)
     await namespace.publish(NewVersion(file.ino, ContentId(2), 1, 10, 1))
     other = await make(namespace, place.ino, b"other")
-    assert (
-        await error_of(namespace.publish(NewVersion(other.ino, ContentId(3), 1, 1, 1))) == "EDQUOT"
-    )
-    await namespace.publish(NewVersion(other.ino, ContentId(3), 1, 1, 1, in_quotas=False))
+    more = NewVersion(other.ino, ContentId(3), 1, 1, 1)
+    assert await error_of(namespace.publish(more)) == "EDQUOT"
+    await namespace.publish(more._replace(in_quotas=False))
     assert used(namespace, place.ino) == (2, 11 * BLOCK)
-    await namespace.publish(
-        NewVersion(file.ino, ContentId(4), 1, 9, 1)
-    )  # above the limit, and smaller: admitted
+    smaller = NewVersion(file.ino, ContentId(4), 1, 9, 1)
+    await namespace.publish(smaller)  # admitted, though above the limit
     check(namespace)
     assert [path for path, _ in walk(namespace, place.ino)][1:] == [b"/file", b"/other"]
     records.close()
