@@ -12,16 +12,7 @@ import msgspec
 
 from ..kv import Event, KeyValue
 from ..model.records import NEXT_INO_KEY, NEXT_INO_OF
-from .inode import (
-    DAMAGED_INO,
-    FIRST_VIRTUAL_INO,
-    ROOT_INO,
-    Inode,
-    inode_key,
-    is_name,
-    nearest_time,
-    time_key,
-)
+from .inode import DAMAGED_INO, FIRST_VIRTUAL_INO, ROOT_INO, Inode, inode_key, is_name, nearest_time
 from .lookup import Names
 from .numbers import SUBVOLUMES, belongs
 
@@ -145,7 +136,7 @@ def _differs(tree: Names, record: KeyValue) -> bool:
         is_damaged = tree.ino_behind(ino, name) == DAMAGED_INO
         return is_damaged or tree.name_revision(ino, name) != record.mod_revision
     if kind == b"t":
-        known = tree.records.get(time_key(ino))
+        known = tree.records.get(record.key)
         return known is None or time_of(known) != time_of(record.value)
     return True
 
