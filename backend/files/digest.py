@@ -56,18 +56,14 @@ of_thread: Final = _OfThread()
 
 class Digests:
     """The digests in a record of a content with so many stripes. `parts` is the number of runs of stripes
-    that are checked separately."""
+    that are checked separately. `are_there`: a content may have been published without."""
 
     def __init__(self, record: bytes, stripes: int) -> None:
         self._record = record
         self._stripes = stripes
         self._run = _run(stripes)
         self.parts = -(-stripes // self._run)
-
-    @property
-    def are_there(self) -> bool:
-        """Return whether the record has the digests; a content may have been published without."""
-        return len(self._record) == self.parts * DIGEST_BYTES
+        self.are_there = len(record) == self.parts * DIGEST_BYTES
 
     def part_of(self, stripe: int) -> int:
         return stripe // self._run

@@ -8,6 +8,7 @@ import errno
 import logging
 import os
 from collections.abc import Awaitable, Callable, Coroutine, Sequence
+from operator import methodcaller
 from typing import Any, Literal, NamedTuple, Protocol, TypeVar
 
 import trio
@@ -257,7 +258,7 @@ class Device:
     ) -> None:
         """Move a transfer by the fastest way; if it `takes_turns`, when fewer than the limit are under way.
         Raises OSError: the node's error; EOPNOTSUPP if there is no way."""
-        ways = [way for way in self._ways if way.suits(transfer)]
+        ways = [*filter(methodcaller("suits", transfer), self._ways)]
         counters, why = self._counters, ""
         if takes_turns:
             await acquire(self.link.operations)

@@ -37,7 +37,7 @@ class Cluster(Member):
 
     Files up to `small_bytes` travel inside control messages. With `verify`, versions get digests, with
     which bytes are compared. `buckets`: groups of a pool. `here` is the store node on `host` whose
-    directory this process can open, 0 if there is none."""
+    directory, `store_here`, this process can open; 0 and "" if there is none."""
 
     peers: Peers
 
@@ -60,7 +60,7 @@ class Cluster(Member):
         self.small_bytes = config.mount.small_file
         self.verify = config.mount.verify
         self.host = config.mount.host
-        self.here = 0
+        self.here, self.store_here = 0, ""
         self._looking = trio.CapacityLimiter(1)
         self.members.node_changed.append(self._node_changed)
         self.contents = Contents(self, f"{directory}/extents")
@@ -152,7 +152,7 @@ class Cluster(Member):
     def _node_changed(self, node: int) -> None:
         nodes = self.members.nodes
         if node == self.here or (node in nodes and nodes[node].host == self.host):
-            self.here = 0
+            self.here, self.store_here = 0, ""
             self.nursery.start_soon(self._find_node_here)
 
     async def _find_node_here(self) -> None:
@@ -161,13 +161,8 @@ class Cluster(Member):
             if address.host == self.host and await trio.to_thread.run_sync(
                 _is_store_of, address.store, node, abandon_on_cancel=True, limiter=self._looking
             ):
-                self.here = node if self.members.nodes.get(node) == address else 0
-
-    @property
-    def store_here(self) -> str:
-        """Return the directory of the store node on this host, "" if there is none."""
-        address = self.members.nodes.get(self.here)
-        return address.store if address is not None else ""
+                is_there = self.members.nodes.get(node) == address
+                self.here, self.store_here = (node, address.store) if is_there else (0, "")
 
     def has_member_here(self, group: int) -> bool:
         return self.here in self.groups.get(group)[0].members

@@ -15,7 +15,7 @@ from typing import Any
 
 import trio
 
-from ...model.records import ContentId
+from ...model.records import NO_CONTENT, ContentId
 from ...namespace import Inode, Namespace, fail
 from ...unwrap import first_error
 from .cluster import Cluster
@@ -49,25 +49,14 @@ class Versions:
         self._contents = cluster.contents
         self._fetcher = fetcher
         self._lender = lender
-        self._ahead = ReadAhead(cluster.namespace)
+        self._fetch = partial(fetcher.fetch, ahead=ReadAhead(cluster.namespace).after)
         self.figures = OpenFigures()
 
     def bring(self, ino: int, *, ahead: bool = False) -> Coroutine[Any, Any, Inode]:
-        """Bring the file's current version to this host, and return the inode as it is then. `ahead`:
-        before anybody has asked for it. Raises OSError."""
-        fetch = partial(self._fetcher.fetch, ahead=self._ahead.after)
-        return self._with_current(ino, fetch, partial(self._fetched, ahead=ahead))
-
-    async def _fetched(self, inode: Inode, *, ahead: bool) -> Inode | None:
-        """Return the inode as it is when its content was fetched; None if another one is to be fetched."""
-        if not ahead:
-            self._contents.uncounted.add(inode.extent)
-        if not self._contents.has(inode.extent):
-            return inode if await self._contents.pin_on_nodes(inode) else None
-        self._contents.unpin_on_nodes(inode.extent)
-        current = self._namespace.inode(inode.ino)  # ESTALE: it was removed, and nobody had it open
-        is_here = current.extent == inode.extent or self._contents.has(current.extent)
-        return current if is_here else None
+        """Bring the file's current version to this host, and return the inode as it is then. A content for
+        which there is no room here is pinned on its nodes. `ahead`: before anybody has asked for it.
+        Raises OSError."""
+        return self._with_current(ino, self._fetch, pins=True, counts=not ahead)
 
     def count_open(self, extent: ContentId) -> None:
         """Count an open that gets this content as one that found it here or had it fetched."""
@@ -82,14 +71,14 @@ class Versions:
         OSError."""
         was_read = False
 
-        async def note(inode: Inode) -> Inode:
+        async def read(inode: Inode) -> bool:
             nonlocal was_read
+            await self._fetcher.read_into(inode, lent)
             was_read = True
-            self._contents.let_go_on_nodes(inode.extent)
-            return inode
+            return False
 
         async with self._lender.using(memory, lifeline) as lent:
-            inode = await self._with_current(ino, partial(self._fetcher.read_into, lent=lent), note)
+            inode = await self._with_current(ino, read)
         if not was_read:
             raise Declined("it is on this host")
         return inode
@@ -97,27 +86,42 @@ class Versions:
     async def _with_current(
         self,
         ino: int,
-        get: Callable[[Inode], Awaitable[None]],
-        then: Callable[[Inode], Awaitable[Inode | None]],
+        get: Callable[[Inode], Awaitable[bool]],
+        *,
+        pins: bool = False,
+        counts: bool = False,
     ) -> Inode:
-        """Have `get` fetch the file's current version unless it is on this host, and return what `then`
-        does. Try again if it is replaced meanwhile or that is None. Raises OSError: ESTALE if the file is
-        gone."""
+        """Return the inode when the file's current version is on this host. `get` fetches it; if it returns
+        False, the version stays on its nodes only, where it is pinned if this `pins`. `counts`: for an open
+        that is to be counted. Raises OSError: ESTALE if the file is gone."""
+        contents = self._contents
         deadline = time.monotonic() + self._timeout_s
-        attempt = 0
-        while time.monotonic() < deadline:
-            attempt += 1
+        attempt, brought = 0, NO_CONTENT
+        while True:
             inode = self._namespace.inode(ino)
-            if not inode.extent or self._contents.has(inode.extent):
+            if inode.extent in (NO_CONTENT, brought) or contents.has(inode.extent):
                 return inode
             if not inode.nlink:
                 raise fail(errno.ESTALE)  # its last name was removed, and all nodes have freed it
-            got = None
+            if time.monotonic() > deadline:
+                where = self._namespace.describe(ino)
+                raise fail(
+                    errno.EIO, f"{where}: no store node has content {inode.extent:x}: it is lost"
+                )
+            attempt += 1
+            is_pinned = False
             try:
-                if attempt >= _GONE_BEFORE_PIN and not await self._contents.pin_on_nodes(inode):
+                if attempt >= _GONE_BEFORE_PIN and not await contents.pin_on_nodes(inode):
                     continue
-                await get(inode)
-                got = await then(inode)
+                is_here = await get(inode)
+                if counts:
+                    contents.uncounted.add(inode.extent)
+                if is_here:
+                    brought = inode.extent
+                    continue
+                is_pinned = pins and await contents.pin_on_nodes(inode)
+                if is_pinned or not pins:
+                    return inode
             except (Gone, Wrong) as error:
                 await self._replica.barrier()
                 current = self._namespace.inodes.get(ino)
@@ -127,14 +131,9 @@ class Versions:
                 if is_current:
                     # The members that should have it do not: they are about to notice that.
                     await trio.sleep(_LOOK_AGAIN_S)
-                continue
             finally:
-                if got is None:
-                    self._contents.let_go_on_nodes(inode.extent)
-            if got is not None:
-                return got
-        where = self._namespace.describe(ino)
-        raise fail(errno.EIO, f"{where}: no store node has content {inode.extent:x}: it is lost")
+                if inode.extent in contents.on_nodes and not is_pinned:
+                    contents.let_go_on_nodes(inode.extent)
 
 
 class _Listing:
