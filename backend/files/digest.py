@@ -61,7 +61,7 @@ class Digests:
     def __init__(self, record: bytes, stripes: int) -> None:
         self._record = record
         self._stripes = stripes
-        self._run = _run(stripes)
+        self._run = max(1, -(-stripes // PARTS_MAX))
         self.parts = -(-stripes // self._run)
         self.are_there = len(record) == self.parts * DIGEST_BYTES
 
@@ -94,12 +94,8 @@ def fold(stripes: Sequence[bytes]) -> bytes:
     """Return the digests that a version's record has, made from the digests of all stripes."""
     if len(stripes) <= PARTS_MAX:
         return b"".join(stripes)
-    run = _run(len(stripes))
+    run = -(-len(stripes) // PARTS_MAX)
     return b"".join(_joined(stripes[i : i + run]) for i in range(0, len(stripes), run))
-
-
-def _run(stripes: int) -> int:
-    return max(1, -(-stripes // PARTS_MAX))
 
 
 def _joined(stripes: Sequence[bytes]) -> bytes:

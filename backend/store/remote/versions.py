@@ -8,9 +8,8 @@ directory is read file by file, or before anybody opens it.
 import errno
 import logging
 import time
-from collections.abc import Awaitable, Callable, Coroutine, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
-from functools import partial
 from typing import Any
 
 import trio
@@ -21,7 +20,7 @@ from ...unwrap import first_error
 from .cluster import Cluster
 from .fetcher import Fetcher, Gone, Wrong
 from .figures import OpenFigures
-from .lent import Declined, Lender
+from .lent import Declined, Lender, Lent
 
 log = logging.getLogger(__name__)
 
@@ -49,57 +48,21 @@ class Versions:
         self._contents = cluster.contents
         self._fetcher = fetcher
         self._lender = lender
-        self._fetch = partial(fetcher.fetch, ahead=ReadAhead(cluster.namespace).after)
+        self._ahead = ReadAhead(cluster.namespace)
         self.figures = OpenFigures()
 
-    def bring(self, ino: int, *, ahead: bool = False) -> Coroutine[Any, Any, Inode]:
+    async def bring(self, ino: int, *, ahead: bool = False, lent: Lent | None = None) -> Inode:
         """Bring the file's current version to this host, and return the inode as it is then. A content for
-        which there is no room here is pinned on its nodes. `ahead`: before anybody has asked for it.
-        Raises OSError."""
-        return self._with_current(ino, self._fetch, pins=True, counts=not ahead)
-
-    def count_open(self, extent: ContentId) -> None:
-        """Count an open that gets this content as one that found it here or had it fetched."""
-        if extent in self._contents.uncounted:
-            self._contents.uncounted.remove(extent)
-            self.figures.cache_misses += 1
-        elif extent:
-            self.figures.cache_hits += 1
-
-    async def read_into(self, ino: int, memory: int, lifeline: int) -> Inode:
-        """Read the file's current version, whole, into memory that a program lends (see lent). Raises
-        OSError."""
-        was_read = False
-
-        async def read(inode: Inode) -> bool:
-            nonlocal was_read
-            await self._fetcher.read_into(inode, lent)
-            was_read = True
-            return False
-
-        async with self._lender.using(memory, lifeline) as lent:
-            inode = await self._with_current(ino, read)
-        if not was_read:
-            raise Declined("it is on this host")
-        return inode
-
-    async def _with_current(
-        self,
-        ino: int,
-        get: Callable[[Inode], Awaitable[bool]],
-        *,
-        pins: bool = False,
-        counts: bool = False,
-    ) -> Inode:
-        """Return the inode when the file's current version is on this host. `get` fetches it; if it returns
-        False, the version stays on its nodes only, where it is pinned if this `pins`. `counts`: for an open
-        that is to be counted. Raises OSError: ESTALE if the file is gone."""
+        which there is no room here is pinned on its nodes. `ahead`: before anybody has asked for it. With
+        `lent`, read it into that instead. Raises OSError: ESTALE if the file is gone; Declined."""
         contents = self._contents
         deadline = time.monotonic() + self._timeout_s
         attempt, brought = 0, NO_CONTENT
         while True:
             inode = self._namespace.inode(ino)
             if inode.extent in (NO_CONTENT, brought) or contents.has(inode.extent):
+                if lent is not None:
+                    raise Declined("it is on this host")
                 return inode
             if not inode.nlink:
                 raise fail(errno.ESTALE)  # its last name was removed, and all nodes have freed it
@@ -113,14 +76,16 @@ class Versions:
             try:
                 if attempt >= _GONE_BEFORE_PIN and not await contents.pin_on_nodes(inode):
                     continue
-                is_here = await get(inode)
-                if counts:
+                if lent is not None:
+                    await self._fetcher.read_into(inode, lent)
+                    return inode
+                is_here = await self._fetcher.fetch(inode, self._ahead.after)
+                if not ahead:
                     contents.uncounted.add(inode.extent)
                 if is_here:
                     brought = inode.extent
-                    continue
-                is_pinned = pins and await contents.pin_on_nodes(inode)
-                if is_pinned or not pins:
+                elif await contents.pin_on_nodes(inode):
+                    is_pinned = True
                     return inode
             except (Gone, Wrong) as error:
                 await self._replica.barrier()
@@ -134,6 +99,20 @@ class Versions:
             finally:
                 if inode.extent in contents.on_nodes and not is_pinned:
                     contents.let_go_on_nodes(inode.extent)
+
+    def count_open(self, extent: ContentId) -> None:
+        """Count an open that gets this content as one that found it here or had it fetched."""
+        if extent in self._contents.uncounted:
+            self._contents.uncounted.remove(extent)
+            self.figures.cache_misses += 1
+        elif extent:
+            self.figures.cache_hits += 1
+
+    async def read_into(self, ino: int, memory: int, lifeline: int) -> Inode:
+        """Read the file's current version, whole, into memory that a program lends (see lent). Raises
+        OSError."""
+        async with self._lender.using(memory, lifeline) as lent:
+            return await self.bring(ino, lent=lent)
 
 
 class _Listing:
