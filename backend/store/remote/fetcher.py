@@ -232,7 +232,7 @@ class Fetcher:
         Members whose bytes were `wrong` are skipped. `content`: if it is not the inode's present one."""
         content = content or inode.extent
         group = group_of(inode.layout, stripe, self._cluster.buckets)
-        deadline = time.monotonic() + self._cluster.timeout_s
+        deadline = 0.0
         told: set[int] = set()
         while True:
             absent = 0
@@ -260,6 +260,7 @@ class Fetcher:
                 raise self._all_wrong(inode.ino, wrong)
             if sources and absent == len(sources):
                 raise Gone
+            deadline = deadline or time.monotonic() + self._cluster.timeout_s
             if time.monotonic() > deadline:
                 if wrong:
                     raise self._all_wrong(inode.ino, wrong)

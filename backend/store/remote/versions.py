@@ -56,7 +56,6 @@ class Versions:
         which there is no room here is pinned on its nodes. `ahead`: before anybody has asked for it. With
         `lent`, read it into that instead. Raises OSError: ESTALE if the file is gone; Declined."""
         contents = self._contents
-        deadline = time.monotonic() + self._timeout_s
         attempt, brought = 0, NO_CONTENT
         while True:
             inode = self._namespace.inode(ino)
@@ -66,7 +65,7 @@ class Versions:
                 return inode
             if not inode.nlink:
                 raise fail(errno.ESTALE)  # its last name was removed, and all nodes have freed it
-            if time.monotonic() > deadline:
+            if attempt * _LOOK_AGAIN_S > self._timeout_s:
                 where = self._namespace.describe(ino)
                 raise fail(
                     errno.EIO, f"{where}: no store node has content {inode.extent:x}: it is lost"

@@ -191,8 +191,9 @@ class Transfer:
     async def _bring(self, stripe: int) -> None:
         cluster = self._cluster
         group = group_of(self._layout, stripe, cluster.buckets)
-        deadline = time.monotonic() + cluster.timeout_s
-        full = time.monotonic() + _FULL_S
+        # The nodes that could not be reached, and until when that is tried; until when one may be full.
+        lacking: list[int] = []
+        deadline = full = 0.0
         waits = False
         while True:
             config, revision = cluster.groups.get(group)
@@ -216,6 +217,7 @@ class Transfer:
                 waits = True
             except OSError as error:
                 # A full node that is only joining is about to be dropped by its group.
+                full = full or time.monotonic() + _FULL_S
                 if error.errno != errno.ENOSPC or not config.joining or time.monotonic() > full:
                     raise
                 with trio.move_on_after(_LOOK_AGAIN_S):
@@ -223,7 +225,10 @@ class Transfer:
                 continue
             if await self._send_around(place, missing):
                 continue
-            if time.monotonic() > deadline:
+            left = [node for node in missing if node not in self._acknowledged[stripe]]
+            if left != lacking:
+                lacking, deadline = left, time.monotonic() + cluster.timeout_s
+            elif time.monotonic() > deadline:
                 raise OSError(
                     errno.ETIMEDOUT,
                     f"store nodes {', '.join(f'{node:x}' for node in missing)} of placement group "
