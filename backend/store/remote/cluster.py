@@ -96,7 +96,7 @@ class Cluster(Member):
     async def join(self) -> None:
         """Become a session of the cluster. Raises ConfigError, OSError."""
         start_soon = self.nursery.start_soon
-        await self.nursery.start(partial(self.session.run, on_lost=self.locks.lost))
+        await self.nursery.start(partial(self.session.run, on_lost=self._session_lost))
         await self._ensure_root()
         await self.engine.admin.warn()
         start_soon(self._remove_abandoned)
@@ -105,6 +105,10 @@ class Cluster(Member):
         start_soon(self.deferred.run)
         start_soon(self.claims.run, self._committer)
         start_soon(self.locks.run)
+
+    def _session_lost(self) -> None:
+        self.locks.lost()
+        self.nursery.start_soon(self.contents.pin_again)
 
     async def leave(self) -> None:
         """Store what is deferred, and end the session. Raises OSError."""

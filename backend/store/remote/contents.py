@@ -9,7 +9,9 @@ import errno
 import logging
 import os
 from collections import OrderedDict
+from contextlib import suppress
 
+from ...etcd.leases import LeaseEnded
 from ...files.extents import OPEN_FLAGS, ExtentStore, Pinned
 from ...kv import Delete, Put
 from ...model.records import CONTENT_NUMBER_BITS, ContentId, pin_key
@@ -329,16 +331,33 @@ class Contents(ExtentStore, Pinned):
     async def pin_on_nodes(self, inode: Inode) -> bool:
         """Keep a file's content on its nodes while this mount reads it. Return False if it is not the
         current one any more. Raises OSError."""
-        member, content = self._member, inode.extent
-        lease = member.session.lease
+        content = inode.extent
         self.on_nodes.add(content)
-        put = Put(pin_key(content, lease), b"", lease)
-        await member.replica.transact([member.session.compare()], [put])
-        current = member.tree.inodes.get(inode.ino)
+        await self._put_pin(content)
+        current = self._member.tree.inodes.get(inode.ino)
         if current is not None and current.extent == content:
             return True
         await self._unpin_on_nodes(content)
         return False
+
+    async def pin_again(self) -> None:
+        """Pin on their nodes what was pinned there in a session that is lost."""
+        for content in [*self.on_nodes]:
+            try:
+                await self._member.session.wait_valid()
+                await self._put_pin(content)
+            except OSError as error:
+                log.warning("content %x is not pinned in the new session: %s", content, error)
+            if content not in self.on_nodes:
+                await self._unpin_on_nodes(content)
+
+    async def _put_pin(self, content: ContentId) -> None:
+        session, is_put = self._member.session, False
+        while not is_put:
+            await session.wait_valid(self._member.timeout_s)
+            put = Put(pin_key(content, session.lease), b"", session.lease)
+            with suppress(LeaseEnded):
+                is_put = await self._member.replica.attempt([session.compare()], [put])
 
     def let_go_on_nodes(self, content: ContentId) -> None:
         """Give a content's pin on the nodes up unless the content is open."""
