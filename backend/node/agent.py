@@ -18,6 +18,7 @@ from ..cluster.membership import removed_for_good
 from ..kv import Conflict
 from ..model.groups import emptied, leader, next_step, refenced, without
 from ..model.records import GROUP_BUCKET_BITS, GroupConfig
+from ..observe.logs import log_failure
 from ..pauses import Rests
 from .catalog import Catalog
 from .handover import Handover
@@ -276,12 +277,9 @@ class Agent:
             if time.monotonic() - asked < PING_FRESH_S:
                 return answer
             answer = False
-            with trio.move_on_after(PING_TIMEOUT_S):
-                try:
-                    await self._ping(node)
-                    answer = True
-                except OSError as error:
-                    log.info("node %x: %s", node, error)
+            with trio.move_on_after(PING_TIMEOUT_S), log_failure(log.info, "node %x", node):
+                await self._ping(node)
+                answer = True
             self._answers[node] = time.monotonic(), answer
             return answer
 

@@ -170,7 +170,7 @@ class Copier:
 
     async def _doubt(self, node: int, extent: Extent) -> None:
         log.warning("node %x sent other bytes of extent %x.%x than were published", node, *extent)
-        await self.checks.doubt(node, extent)
+        await self.checks.device(node).doubt(extent)
 
     async def _try_to_read(self, node: int, extent: Extent, fd: int, size: int) -> Verdict | None:
         """Read as `_read` does, but return None if the node cannot be read from. Raises OSError ENOSPC."""

@@ -136,4 +136,4 @@ class Handover:
         if node == self._catalog.files.node:
             self._doubt(extent)
         else:
-            await self._checks.doubt(node, extent)
+            await self._checks.device(node).doubt(extent)

@@ -15,6 +15,7 @@ import trio
 
 from ..files.sparse import empty, is_sparse
 from ..model.records import SIZE_MAX
+from ..observe.logs import log_failure
 from . import (
     CHAIN_MAX,
     Extent,
@@ -192,8 +193,9 @@ class Device:
         return (await self.link.ask(messages.Digest(extent), messages.Digested)).digest
 
     async def doubt(self, extent: Extent) -> None:
-        """Tell the node that it sent wrong bytes. The node then checks its extent itself."""
-        await self.link.ask(messages.Doubt(extent), messages.Done)
+        """Tell the node that it sent wrong bytes, if that is possible. It then checks its extent itself."""
+        with log_failure(log.info, "content %x", extent.content):
+            await self.link.ask(messages.Doubt(extent), messages.Done)
 
     async def abort(self, content: int) -> None:
         """Remove the extents of a content that will not be published."""

@@ -14,6 +14,7 @@ from ...cluster.history import History
 from ...cluster.replica import Replica
 from ...model.values import ConfigError, filesystem_of
 from ...namespace import ROOT_INO, Namespace, SharedCommitter
+from ...observe.logs import log_failure
 from ...transport.movers import all_movers
 from ...transport.peers import Peers, open_peers, patience_s
 from ...transport.verbs.rdma import Rdma
@@ -112,10 +113,8 @@ class Cluster(Member):
 
     async def leave(self) -> None:
         """Store what is deferred, and end the session. Raises OSError."""
-        try:
+        with log_failure(log.error, "changes of names are lost"):
             await self.namespace.flush()
-        except OSError as error:
-            log.error("changes of names are lost: %s", error)
         await self.session.release()
 
     async def _remove_abandoned(self) -> None:
@@ -123,10 +122,8 @@ class Cluster(Member):
         if not self.writable:
             return
         await trio.sleep(_ABANDONED_AFTER_S)
-        try:
+        with log_failure(log.info, "names that nobody sees stay until the next mount starts"):
             await self.namespace.remove_abandoned()
-        except OSError as error:
-            log.info("names that nobody sees stay until the next mount starts: %s", error)
 
     async def _ensure_root(self) -> None:
         writable = self.writable

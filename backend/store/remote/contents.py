@@ -16,6 +16,7 @@ from ...files.extents import OPEN_FLAGS, ExtentStore, Pinned
 from ...kv import Delete, Put
 from ...model.records import CONTENT_NUMBER_BITS, ContentId, pin_key
 from ...namespace import Inode, fail
+from ...observe.logs import log_failure
 from .figures import CacheFigures
 from .member import Member
 from .places import Holds, Place
@@ -343,11 +344,9 @@ class Contents(ExtentStore, Pinned):
     async def pin_again(self) -> None:
         """Pin on their nodes what was pinned there in a session that is lost."""
         for content in [*self.on_nodes]:
-            try:
+            with log_failure(log.warning, "content %x is not pinned in the new session", content):
                 await self._member.session.wait_valid()
                 await self._put_pin(content)
-            except OSError as error:
-                log.warning("content %x is not pinned in the new session: %s", content, error)
             if content not in self.on_nodes:
                 await self._unpin_on_nodes(content)
 
@@ -366,8 +365,6 @@ class Contents(ExtentStore, Pinned):
 
     async def _unpin_on_nodes(self, content: ContentId) -> None:
         self.on_nodes.discard(content)
-        try:
+        with log_failure(log.info, "content %x stays pinned until this session ends", content):
             key = pin_key(content, self._member.session.lease)
             await self._member.engine.transact((), (Delete(key),))
-        except OSError as error:
-            log.info("content %x stays pinned until this session ends: %s", content, error)

@@ -288,7 +288,8 @@ class Fetcher:
         self.figures.wrong_fetches += 1
         nodes = {node for node, _ in copies}
         for node, stripe in copies:
-            self._cluster.peers.nursery.start_soon(self._doubt, node, Extent(inode.extent, stripe))
+            doubt = self._cluster.peers.device(node).doubt
+            self._cluster.nursery.start_soon(doubt, Extent(inode.extent, stripe))
         log.warning(
             "%s: store node %s sent other bytes%s than were published as version %d: they are dropped",
             self._cluster.tree.describe(inode.ino),
@@ -296,12 +297,6 @@ class Fetcher:
             where,
             inode.version,
         )
-
-    async def _doubt(self, node: int, extent: Extent) -> None:
-        try:
-            await self._cluster.peers.device(node).doubt(extent)
-        except OSError as error:
-            log.info("content %x: %s", extent.content, error)
 
     # -- large -----------------------------------------------------------------------------------
 

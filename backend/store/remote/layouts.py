@@ -16,6 +16,7 @@ from ...model.placement import group_of, local_seed, pool_of, seed_of
 from ...model.policy import parse_policy, policy_id
 from ...model.records import GroupConfig, Layout, policy_key
 from ...namespace import ROOT_INO, Inode, attributes
+from ...observe.logs import log_failure
 from .cluster import Cluster
 from .contents import Contents
 
@@ -126,10 +127,8 @@ class Layouts:
         settings = self._members.settings
         if not self._namespace.writable or len(self._members.candidates()) < settings.replicas:
             return
-        try:
+        with log_failure(log.info, "the placement groups are not made yet"):
             await self.ensure_groups(Layout(settings.replicas, settings.stripe_bytes))
-        except OSError as error:
-            log.info("the placement groups are not made yet: %s", error)
 
     async def ensure_groups(self, layout: Layout) -> None:
         """Return when there are placement groups for contents of this layout. Raises OSError."""

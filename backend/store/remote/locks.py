@@ -29,6 +29,7 @@ from ...model.lock_claims import (
     merged,
 )
 from ...model.records import encode
+from ...observe.logs import log_failure
 from .lock_entries import LockEntries
 from .member import Member
 
@@ -288,7 +289,9 @@ class SharedLocks(LockEntries):
         lease = self._session.lease
         while lease == self._session.lease:
             state.settling = False
-            try:
+            with log_failure(
+                log.warning, "inode %d: others are not told yet what is unlocked", ino
+            ):
                 asked = self.asked(ino, lease)
                 if asked > state.answers:
                     for holder in self.holders:
@@ -296,8 +299,6 @@ class SharedLocks(LockEntries):
                     state.answers = max(state.answers, asked)
                 await self._settle(ino, state)
                 return
-            except OSError as error:
-                log.warning("inode %d: others are not told yet what is unlocked: %s", ino, error)
             state.settling = True
             await trio.sleep(_RETRY_S)
         state.settling = False
@@ -443,7 +444,5 @@ class SharedLocks(LockEntries):
 
 
 async def _quietly(step: Awaitable[object]) -> None:
-    try:
+    with log_failure(log.info, "locks are not tidied up now"):
         await step
-    except OSError as error:
-        log.info("locks are not tidied up now: %s", error)

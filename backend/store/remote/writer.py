@@ -20,6 +20,7 @@ from ...model.groups import has_still
 from ...model.placement import group_of
 from ...model.records import GroupConfig, Layout, group_key
 from ...namespace import Inode, NewVersion
+from ...observe.logs import log_failure
 from ...transport import Distrusted, Extent, Fenced, FileRange, Target, Unreachable, nothing_landed
 from ...transport.device import Device
 from ...transport.messages import PUT_BYTES_MAX, PUTS_MAX, Put
@@ -351,10 +352,8 @@ class Transfer:
                 return False
             except Unreachable:
                 pass
-            try:
+            with log_failure(log.debug, "content %x", self._content):
                 await cluster.peers.suspect(other, place.group, node)
-            except OSError as error:
-                log.debug("content %x: %s", self._content, error)
         return False
 
 
