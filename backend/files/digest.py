@@ -23,7 +23,7 @@ from typing import Final
 import trio
 from xxhash import xxh3_64
 
-from ..unwrap import first_error
+from ..unwrap import first_alone
 from .extents import when_unlocked
 from .sparse import is_sparse, next_data
 
@@ -172,13 +172,11 @@ class Stripe:
                 self._hash_some(first, end)
             else:
                 share = -(-(end - first) // min(_THREADS_MAX, os.cpu_count() or 1))
-                try:
+                with first_alone():
                     async with trio.open_nursery() as nursery:
                         for block in range(first, end, share):
                             work = partial(self._hash_some, block, min(block + share, end))
                             nursery.start_soon(when_unlocked, work)
-                except BaseExceptionGroup as group:
-                    raise first_error(group) from group
             first = end
         return xxh3_64(b"".join(self._blocks)).digest()
 

@@ -38,7 +38,7 @@ from ...model.placement import group_of
 from ...model.records import NO_CONTENT, ContentId, GroupConfig
 from ...namespace import Inode, fail
 from ...transport import Distrusted, Extent, FileRange, Landed, Memory, nothing_landed
-from ...unwrap import first_error
+from ...unwrap import first_alone
 from .cluster import Cluster, for_each_stripe
 from .figures import FetchFigures
 from .lent import Declined, Lent
@@ -256,14 +256,13 @@ class Fetcher:
             if sources and len(refusals) == len(sources):
                 raise refusals[0]
             wanted = self._cluster.groups.get(group)[0].in_sync
-            if wrong and (set(wanted).issubset(wrong) or (sources and absent == len(sources))):
+            now, nobody_has_it = time.monotonic(), sources and absent == len(sources)
+            deadline = deadline or now + self._cluster.timeout_s
+            if wrong and (nobody_has_it or now > deadline or set(wanted).issubset(wrong)):
                 raise self._all_wrong(inode.ino, wrong)
-            if sources and absent == len(sources):
+            if nobody_has_it:
                 raise Gone
-            deadline = deadline or time.monotonic() + self._cluster.timeout_s
-            if time.monotonic() > deadline:
-                if wrong:
-                    raise self._all_wrong(inode.ino, wrong)
+            if now > deadline:
                 raise OSError(
                     errno.ETIMEDOUT,
                     f"no replica could be read for {self._cluster.timeout_s:g} s: store nodes "
@@ -323,12 +322,8 @@ class Fetcher:
     async def _read_several(
         self, parts: int, read: Callable[[int], Coroutine[Any, Any, None]]
     ) -> None:
-        try:
+        with first_alone(Gone, OSError):
             await for_each_stripe(parts, read)
-        except BaseExceptionGroup as group:
-            if group.subgroup(Gone) is not None:
-                raise Gone from group
-            raise first_error(group) from group
 
     async def _read_checked(
         self, inode: Inode, digests: Digests, into: FileRange, has_holes: bool, part: int

@@ -86,13 +86,13 @@ class Layouts:
         cluster, layout = self._cluster, self.of(inode)
         stripes = min(max(1, layout.stripes(inode.size)), _TOLD_GROUPS_MAX)
         await self.ensure_groups(layout)
-        groups = (group_of(layout, stripe, cluster.buckets) for stripe in range(stripes))
-        return [*map(self._group_row, groups)]
-
-    def _group_row(self, group: int) -> dict[str, Any]:
-        config, _ = self._cluster.groups.get(group)
-        nodes = [self._node_row(node, config) for node in config.members]
-        return {"group": group, "nodes": nodes}
+        rows = []
+        for stripe in range(stripes):
+            group = group_of(layout, stripe, cluster.buckets)
+            config, _ = cluster.groups.get(group)
+            nodes = [self._node_row(node, config) for node in config.members]
+            rows.append({"group": group, "nodes": nodes})
+        return rows
 
     def _node_row(self, node: int, config: GroupConfig) -> dict[str, Any]:
         address = self._members.nodes.get(node)

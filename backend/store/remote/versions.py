@@ -10,13 +10,14 @@ import logging
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
+from functools import partial
 from typing import Any
 
 import trio
 
 from ...model.records import NO_CONTENT, ContentId
 from ...namespace import Inode, Namespace, fail
-from ...unwrap import first_error
+from ...unwrap import first_alone, for_each
 from .cluster import Cluster
 from .fetcher import Fetcher, Gone, Wrong
 from .figures import OpenFigures
@@ -191,7 +192,8 @@ class Prefetcher:
         found = list(self._below(ino))
         progress.files = len(found)
         progress.bytes = sum(inode.size for inode in found)
-        self._nursery.start_soon(self._fetch_all, [inode.ino for inode in found], progress)
+        fetch_all = partial(for_each, found, partial(self._fetch, progress=progress))
+        self._nursery.start_soon(partial(fetch_all, at_once=_AT_ONCE))
 
     def progress(self, ino: int) -> dict[str, Any]:
         """Return the progress of the newest request for this file or directory; all zero if there was
@@ -207,7 +209,7 @@ class Prefetcher:
         if new is None or not new.extent or (old is not None and new.version == old.version):
             return
         if any(map(self._leases.is_followed_for_good, self._namespace.parents_of(new.ino))):
-            self._nursery.start_soon(self._fetch, new.ino, Progress())
+            self._nursery.start_soon(self._fetch, new, Progress())
 
     def _below(self, ino: int) -> Iterator[Inode]:
         inode = self._namespace.inodes.get(ino)
@@ -219,19 +221,12 @@ class Prefetcher:
         elif inode.is_file and inode.extent:
             yield inode
 
-    async def _fetch_all(self, inos: list[int], progress: Progress) -> None:
-        async with trio.open_nursery() as nursery:
-            for ino in inos:
-                async with self._limit:
-                    pass  # wait, so that not thousands of tasks begin at once
-                nursery.start_soon(self._fetch, ino, progress)
-
-    async def _fetch(self, ino: int, progress: Progress) -> None:
+    async def _fetch(self, inode: Inode, progress: Progress) -> None:
         async with self._limit:
             try:
-                inode = await self._versions.bring(ino, ahead=True)
+                inode = await self._versions.bring(inode.ino, ahead=True)
             except OSError as error:
-                where = self._namespace.describe(ino)
+                where = self._namespace.describe(inode.ino)
                 log.info("%s: it could not be fetched ahead: %s", where, error)
                 progress.failed += 1
             else:
@@ -311,15 +306,13 @@ class Freshness:
 
     async def _barrier_and_content(self, inode: Inode) -> None:
         """Ask whether the version known here is the newest, and for its content, in one round trip."""
-        try:
+        with first_alone():
             async with trio.open_nursery() as nursery:
                 nursery.start_soon(self._bring_quietly, inode.ino)
                 await self._cluster.replica.barrier()
                 current = self._namespace.inodes.get(inode.ino)
                 if current is None or current.extent != inode.extent:
                     nursery.cancel_scope.cancel()
-        except BaseExceptionGroup as group:
-            raise first_error(group) from group
 
     async def _bring_quietly(self, ino: int) -> None:
         try:
