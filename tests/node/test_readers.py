@@ -219,11 +219,6 @@ def server() -> Any:
         yield own
 
 
-async def fill(reader: Asking) -> None:
-    for number in range(100):
-        await reader.ask(rpc.TXN, success(put(OWN[:-2] + number.to_bytes(2, "big"), bytes(8000))))
-
-
 async def test_reader_that_keeps_too_much_is_refused_and_others_are_not(server: EtcdServer) -> None:
     with patch.object(limits, "_KEPT_BYTES_MAX", 100_000):
         async with answering(server) as (node, engine):
@@ -231,7 +226,9 @@ async def test_reader_that_keeps_too_much_is_refused_and_others_are_not(server: 
             for one, lease in ((greedy, LEASE), (other, FOREIGN)):
                 await one.ask(rpc.GRANT, pb.LeaseGrantRequest(ID=lease, TTL=60))
             with fails_with(errno.EDQUOT):
-                await fill(greedy)
+                for number in range(100):
+                    key = OWN[:-2] + number.to_bytes(2, "big")
+                    await greedy.ask(rpc.TXN, success(put(key, bytes(8000))))
             kept = await engine.range(b"p", b"q")
             assert 10 <= len(kept) <= 12
             await other.ask(rpc.TXN, success(put(THEIRS, lease=FOREIGN)))
