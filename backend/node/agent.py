@@ -71,9 +71,9 @@ class Agent:
         self._handover = handover
         self.housekeeping = Housekeeping(cluster, rereplicate_after_s=rereplicate_after_s)
         cluster.members.node_changed.append(self._node_changed)
-        cluster.members.targets_changed.append(self._targets_changed)
+        cluster.members.targets_changed.append(lambda pool: self.look())
         cluster.groups.group_changed.append(self._group_changed)
-        cluster.groups.pool_wanted.append(self._targets_changed)
+        cluster.groups.pool_wanted.append(lambda pool: self.look())
 
     async def run(self) -> None:
         """Lead groups until the session is released."""
@@ -252,9 +252,6 @@ class Agent:
             # If it comes back it registers anew, and may be another process.
             self._shunned.forget(node)
             self._answers.pop(node, None)
-        self._wake.set()
-
-    def _targets_changed(self, pool: int) -> None:
         self._wake.set()
 
     def _is_welcome(self, node: int) -> bool:
