@@ -337,10 +337,8 @@ class Fetcher:
             copies, found, size = [], [], 0
             for stripe in stripes:
                 there = into.part(*inode.layout.span(inode.size, stripe))
-                hashed, extent = (
-                    Stripe(there.fd, there.offset, there.length),
-                    Extent(inode.extent, stripe),
-                )
+                hashed = Stripe(there.fd, there.offset, there.length)
+                extent = Extent(inode.extent, stripe)
                 read = partial(self._read_stripe, extent, there, has_holes, landed=hashed.landed)
                 copies.append((await self._from_any(inode, stripe, wrong[stripe], read), stripe))
                 found.append(await hashed.finish())

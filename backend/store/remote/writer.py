@@ -9,7 +9,7 @@ import logging
 import os
 import random
 import time
-from collections.abc import Awaitable, Callable, Iterable, Iterator
+from collections.abc import Awaitable, Callable, Iterable
 from typing import NamedTuple
 
 import trio
@@ -23,7 +23,7 @@ from ...namespace import Inode, NewVersion
 from ...observe.logs import log_failure
 from ...transport import Distrusted, Extent, Fenced, FileRange, Target, Unreachable, nothing_landed
 from ...transport.device import Device
-from ...transport.messages import PUT_BYTES_MAX, PUTS_MAX, Put
+from ...transport.messages import PUT_BYTES_MAX, PUTS_MAX, Put, in_batches
 from ...unwrap import first_error
 from .cluster import Cluster, for_each_stripe
 
@@ -378,7 +378,7 @@ async def put_together(cluster: Cluster, transfers: Iterable[Transfer]) -> None:
                 by_node.setdefault(node, []).append((transfer, *begun))
 
     async def send(node: int, parcels: list[tuple[Transfer, GroupConfig, Put]]) -> None:
-        for some in _messages_of(parcels):
+        for some in in_batches(parcels, _bytes_of, PUTS_MAX, PUT_BYTES_MAX):
             try:
                 await cluster.peers.device(node).put_all([put for _, _, put in some])
             except OSError as error:
@@ -392,21 +392,8 @@ async def put_together(cluster: Cluster, transfers: Iterable[Transfer]) -> None:
             nursery.start_soon(send, node, parcels)
 
 
-def _messages_of(
-    parcels: list[tuple[Transfer, GroupConfig, Put]],
-) -> Iterator[list[tuple[Transfer, GroupConfig, Put]]]:
-    """Yield as many of them as a message takes."""
-    some: list[tuple[Transfer, GroupConfig, Put]] = []
-    size = 0
-    for parcel in parcels:
-        length = len(parcel[2].data)
-        if some and (len(some) == PUTS_MAX or size + length > PUT_BYTES_MAX):
-            yield some
-            some, size = [], 0
-        some.append(parcel)
-        size += length
-    if some:
-        yield some
+def _bytes_of(parcel: tuple[Transfer, GroupConfig, Put]) -> int:
+    return len(parcel[2].data)
 
 
 async def digests_of(fd: int, size: int, layout: Layout) -> bytes:
