@@ -270,9 +270,11 @@ class Device:
                 speeds = [(mbit_s, way) for mbit_s, way in reached if mbit_s is not None]
                 ways = [way for _, way in sorted(speeds, key=lambda each: -each[0])]
             for number, way in enumerate(ways, 1):
+                control = await self.link.connected()
+                control.begin_waiting()
+                control.watchers += 1
                 try:
-                    with (await self.link.connected()).watched():
-                        await move(way)
+                    await move(way)
                 except NotThisWay as error:
                     why = str(error)
                     if number < len(ways):
@@ -282,6 +284,8 @@ class Device:
                 else:
                     counters.moved_bytes[way.name] += transfer.length
                     return
+                finally:
+                    control.watchers -= 1
         finally:
             if takes_turns:
                 self.link.operations.release()
