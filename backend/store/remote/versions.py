@@ -54,8 +54,8 @@ class Versions:
 
     async def bring(self, ino: int, *, ahead: bool = False, lent: Lent | None = None) -> Inode:
         """Bring the file's current version to this host, and return the inode as it is then. A content for
-        which there is no room here is pinned on its nodes. `ahead`: before anybody has asked for it. With
-        `lent`, read it into that instead. Raises OSError: ESTALE if the file is gone; Declined."""
+        which there is no room here is pinned on its nodes, but not `ahead` of any open. With `lent`, read it
+        into that instead. Raises OSError: ESTALE if the file is gone; Declined."""
         contents = self._contents
         attempt, brought = 0, NO_CONTENT
         while True:
@@ -72,9 +72,9 @@ class Versions:
                     errno.EIO, f"{where}: no store node has content {inode.extent:x}: it is lost"
                 )
             attempt += 1
-            is_pinned = False
+            lets_go = attempt >= _GONE_BEFORE_PIN
             try:
-                if attempt >= _GONE_BEFORE_PIN and not await contents.pin_on_nodes(inode):
+                if lets_go and not await contents.pin_on_nodes(inode):
                     continue
                 if lent is not None:
                     await self._fetcher.read_into(inode, lent)
@@ -84,9 +84,13 @@ class Versions:
                     contents.uncounted.add(inode.extent)
                 if is_here:
                     brought = inode.extent
-                elif await contents.pin_on_nodes(inode):
-                    is_pinned = True
+                elif ahead:
                     return inode
+                else:
+                    lets_go = True
+                    if await contents.pin_on_nodes(inode):
+                        lets_go = False
+                        return inode
             except (Gone, Wrong) as error:
                 await self._replica.barrier()
                 current = self._namespace.inodes.get(ino)
@@ -97,7 +101,7 @@ class Versions:
                     # The members that should have it do not: they are about to notice that.
                     await trio.sleep(_LOOK_AGAIN_S)
             finally:
-                if inode.extent in contents.on_nodes and not is_pinned:
+                if lets_go and inode.extent in contents.on_nodes:
                     contents.let_go_on_nodes(inode.extent)
 
     def count_open(self, extent: ContentId) -> None:
