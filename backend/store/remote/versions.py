@@ -54,8 +54,8 @@ class Versions:
 
     async def bring(self, ino: int, *, ahead: bool = False, lent: Lent | None = None) -> Inode:
         """Bring the file's current version to this host, and return the inode as it is then. A content for
-        which there is no room here is pinned on its nodes, but not `ahead` of any open. With `lent`, read it
-        into that instead. Raises OSError: ESTALE if the file is gone; Declined."""
+        which there is no room here is pinned on its nodes, but not if this is `ahead` of any open. With
+        `lent`, read it into that instead. Raises OSError: ESTALE if the file is gone; Declined."""
         contents = self._contents
         attempt, brought = 0, NO_CONTENT
         while True:
