@@ -91,12 +91,6 @@ def test_the_pieces_in_which_a_stripe_comes_and_their_order_do_not_matter(
     os.close(fd)
 
 
-def test_a_file_that_is_cut_off_meanwhile_matches_nothing() -> None:
-    fd = in_file(bytes(500))
-    assert trio.run(Stripe(fd, 0, 600).finish) != digest_of_bytes(bytes(600))
-    os.close(fd)
-
-
 @given(st.lists(st.binary(min_size=8, max_size=8), min_size=1, max_size=300), st.data())
 def test_every_stripe_belongs_to_one_part_and_a_wrong_one_is_found_in_it(
     stripes: list[bytes], choose: st.DataObject
