@@ -32,6 +32,15 @@ def first_error(
     return group
 
 
+@contextmanager
+def first_alone(*kinds: type[BaseException]) -> Iterator[None]:
+    """Raise the `first_error` of the tasks of a block alone."""
+    try:
+        yield
+    except BaseExceptionGroup as group:
+        raise first_error(group, *kinds) from group
+
+
 @asynccontextmanager
 async def background() -> AsyncIterator[trio.Nursery]:
     """Yield a nursery for tasks that end with the block. The only error of the block or of a task is raised

@@ -26,6 +26,7 @@ from ..etcd.engine import EtcdEngine
 from ..kv import Compare, Conflict, Delete, Put, WentBack
 from ..kv.faults import Faults
 from ..model.records import EPOCH_KEY, REPORT, Epoch, Report, decode, encode, key_of
+from ..observe.logs import log_failure
 from .lease import Session
 from .record_keeper import RecordKeeper
 
@@ -66,7 +67,7 @@ class History(RecordKeeper):
             self._session.doubt()
         while True:
             await trio.sleep(LOOK_AGAIN_S)
-            try:
+            with log_failure(log.info, "etcd cannot be asked whether it has its newest data again"):
                 epoch = await read_epoch(self._engine)
                 if await read_reports(self._engine):
                     continue
@@ -81,8 +82,6 @@ class History(RecordKeeper):
                     self._engine.calls.trust()
                     log.warning("etcd's newest data are back")
                     return True
-            except OSError as failure:
-                log.info("etcd cannot be asked whether it has its newest data again: %s", failure)
 
     def take(self, key: bytes, value: bytes | None, revision: int) -> None:
         if key == EPOCH_KEY:

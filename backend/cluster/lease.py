@@ -24,6 +24,7 @@ from ..etcd.leases import LeaseEnded
 from ..etcd.rpc import NoAnswer
 from ..kv import Compare, Conflict, Exists, Put, WentBack
 from ..model.records import MountRecord, NodeAddress, decode, encode, key_of
+from ..observe.logs import log_failure
 from ..pauses import Pauses
 
 log = logging.getLogger(__name__)
@@ -149,10 +150,8 @@ class Session:
         self.released = True
         self.lose()
         if self.lease:
-            try:
+            with log_failure(log.warning, "the lease could not be given back and will expire"):
                 await self._engine.leases.revoke(self.lease)
-            except OSError as error:
-                log.warning("the lease could not be given back and will expire: %s", error)
 
     async def update(self, record: NodeAddress) -> None:
         """Change the record of a store node's key (free space, address), or, before it is registered, the

@@ -23,7 +23,7 @@ from typing import Final
 import trio
 from xxhash import xxh3_64
 
-from ..unwrap import first_error
+from ..unwrap import first_alone
 from .extents import when_unlocked
 from .sparse import is_sparse, next_data
 
@@ -56,18 +56,14 @@ of_thread: Final = _OfThread()
 
 class Digests:
     """The digests in a record of a content with so many stripes. `parts` is the number of runs of stripes
-    that are checked separately."""
+    that are checked separately. `are_there`: a content may have been published without."""
 
     def __init__(self, record: bytes, stripes: int) -> None:
         self._record = record
         self._stripes = stripes
-        self._run = _run(stripes)
+        self._run = max(1, -(-stripes // PARTS_MAX))
         self.parts = -(-stripes // self._run)
-
-    @property
-    def are_there(self) -> bool:
-        """Return whether the record has the digests; a content may have been published without."""
-        return len(self._record) == self.parts * DIGEST_BYTES
+        self.are_there = len(record) == self.parts * DIGEST_BYTES
 
     def part_of(self, stripe: int) -> int:
         return stripe // self._run
@@ -98,12 +94,8 @@ def fold(stripes: Sequence[bytes]) -> bytes:
     """Return the digests that a version's record has, made from the digests of all stripes."""
     if len(stripes) <= PARTS_MAX:
         return b"".join(stripes)
-    run = _run(len(stripes))
+    run = -(-len(stripes) // PARTS_MAX)
     return b"".join(_joined(stripes[i : i + run]) for i in range(0, len(stripes), run))
-
-
-def _run(stripes: int) -> int:
-    return max(1, -(-stripes // PARTS_MAX))
 
 
 def _joined(stripes: Sequence[bytes]) -> bytes:
@@ -180,13 +172,11 @@ class Stripe:
                 self._hash_some(first, end)
             else:
                 share = -(-(end - first) // min(_THREADS_MAX, os.cpu_count() or 1))
-                try:
+                with first_alone():
                     async with trio.open_nursery() as nursery:
                         for block in range(first, end, share):
                             work = partial(self._hash_some, block, min(block + share, end))
                             nursery.start_soon(when_unlocked, work)
-                except BaseExceptionGroup as group:
-                    raise first_error(group) from group
             first = end
         return xxh3_64(b"".join(self._blocks)).digest()
 

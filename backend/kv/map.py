@@ -32,6 +32,7 @@ import trio
 import xxhash
 from lmdb.verify import VerifyError, verify
 
+from ..observe.logs import log_failure
 from ..unwrap import if_it_fails
 from . import Damaged, NoSpace
 
@@ -304,15 +305,13 @@ class Map:
             return
         used = (self._env.info()["last_pgno"] + 1) * _PAGE_BYTES
         path = self._path + _NOTE_SUFFIX
-        try:
+        with log_failure(log.info, "%s: the next start takes longer", path):
             with open(path + "-new", "wb") as file:
                 file.write(_encode_note((used, _digest(self._fd, used), self._left)))
                 if self._power_safe:
                     file.flush()
                     os.fsync(file.fileno())
             os.rename(path + "-new", path)
-        except OSError as error:
-            log.info("%s: the next start takes longer: %s", path, error)
 
     def _make_room(self, pages: int, urgent: bool) -> None:
         """Have room for a change of so many pages. Raises NoSpace."""

@@ -18,6 +18,7 @@ from ..cluster.membership import removed_for_good
 from ..kv import Conflict
 from ..model.groups import emptied, leader, next_step, refenced, without
 from ..model.records import GROUP_BUCKET_BITS, GroupConfig
+from ..observe.logs import log_failure
 from ..pauses import Rests
 from .catalog import Catalog
 from .handover import Handover
@@ -70,9 +71,9 @@ class Agent:
         self._handover = handover
         self.housekeeping = Housekeeping(cluster, rereplicate_after_s=rereplicate_after_s)
         cluster.members.node_changed.append(self._node_changed)
-        cluster.members.targets_changed.append(self._targets_changed)
+        cluster.members.targets_changed.append(lambda pool: self.look())
         cluster.groups.group_changed.append(self._group_changed)
-        cluster.groups.pool_wanted.append(self._targets_changed)
+        cluster.groups.pool_wanted.append(lambda pool: self.look())
 
     async def run(self) -> None:
         """Lead groups until the session is released."""
@@ -253,9 +254,6 @@ class Agent:
             self._answers.pop(node, None)
         self._wake.set()
 
-    def _targets_changed(self, pool: int) -> None:
-        self._wake.set()
-
     def _is_welcome(self, node: int) -> bool:
         if node in self._shunned:
             return False
@@ -276,12 +274,9 @@ class Agent:
             if time.monotonic() - asked < PING_FRESH_S:
                 return answer
             answer = False
-            with trio.move_on_after(PING_TIMEOUT_S):
-                try:
-                    await self._ping(node)
-                    answer = True
-                except OSError as error:
-                    log.info("node %x: %s", node, error)
+            with trio.move_on_after(PING_TIMEOUT_S), log_failure(log.info, "node %x", node):
+                await self._ping(node)
+                answer = True
             self._answers[node] = time.monotonic(), answer
             return answer
 

@@ -88,13 +88,6 @@ class Checks:
             log.info("extent %x.%x of node %x: %s", *extent, node, error)
             return None
 
-    async def doubt(self, node: int, extent: Extent) -> None:
-        """Tell another node that its copy seems to be wrong, so that the node checks it."""
-        try:
-            await self.device(node).doubt(extent)
-        except OSError as error:
-            log.info("node %x: %s", node, error)
-
     def forget(self, extent: Extent) -> None:
         """Forget an extent's digest: its file was replaced, or has turned out to be damaged."""
         self._forgotten += 1

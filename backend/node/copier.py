@@ -18,6 +18,7 @@ import trio
 from ..files.digest import Stripe, digest_of_bytes
 from ..model.records import GroupConfig
 from ..transport import Extent, FileRange, landed_from
+from ..transport.messages import in_batches
 from .catalog import Catalog
 from .checks import Checks, Verdict, WrongExtents
 from .files import Incoming
@@ -170,7 +171,7 @@ class Copier:
 
     async def _doubt(self, node: int, extent: Extent) -> None:
         log.warning("node %x sent other bytes of extent %x.%x than were published", node, *extent)
-        await self.checks.doubt(node, extent)
+        await self.checks.device(node).doubt(extent)
 
     async def _try_to_read(self, node: int, extent: Extent, fd: int, size: int) -> Verdict | None:
         """Read as `_read` does, but return None if the node cannot be read from. Raises OSError ENOSPC."""
@@ -274,16 +275,9 @@ class Copier:
             self._recent.popleft()
 
 
-def _batches(left: dict[Extent, int]) -> Iterator[list[Extent]]:
-    """Yield the extents to copy, the smallest first: small ones together, large ones each by itself."""
-    batch: list[Extent] = []
-    room_bytes = BATCH_BYTES
-    for extent, size in sorted(left.items(), key=lambda item: item[1]):
-        is_full = len(batch) == BATCH_EXTENTS or size > room_bytes
-        if batch and (is_full or size > SMALL_BYTES):
-            yield batch
-            batch, room_bytes = [], BATCH_BYTES
-        batch.append(extent)
-        room_bytes -= size
-    if batch:
-        yield batch
+def _batches(left: dict[Extent, int]) -> list[list[Extent]]:
+    """Return the extents to copy, the smallest first: small ones together, large ones each by itself."""
+    by_size = sorted(left, key=left.__getitem__)
+    small = [extent for extent in by_size if left[extent] <= SMALL_BYTES]
+    together = in_batches(small, left.__getitem__, BATCH_EXTENTS, BATCH_BYTES)
+    return [*together, *([extent] for extent in by_size[len(small) :])]

@@ -29,7 +29,7 @@ from ..etcd.rpc import NoAnswer
 from ..kv import WentBack
 from ..model.records import NodeAddress, Settings
 from ..observe.figures import gauge, gauges, values_of
-from ..observe.logs import identify
+from ..observe.logs import identify, log_failure
 from ..observe.metrics import serve_metrics
 from ..process import calm_the_collector, has_terminal, raise_open_files_limit, tell_manager
 from ..transport.caller import Caller
@@ -361,22 +361,17 @@ class _Node:
                 ignored = min(ignored, _SPACE_BYTES)
             changed = abs(now.free_bytes - record.free_bytes)
             if changed > ignored or now.total_bytes != record.total_bytes:
-                try:
+                with log_failure(log.info, "the room that is left here could not be told"):
                     await self._cluster.session.update(now)
-                except OSError as error:
-                    log.info("the room that is left here could not be told: %s", error)
 
     # -- ending ----------------------------------------------------------------------------------
 
     async def _end(self) -> None:
         """Hand over this node's responsibilities, and end."""
-        with trio.move_on_after(_LEAVE_S):
-            try:
-                alone = await self._agent.leave()
-                if alone:
-                    log.warning("%d groups have no other replica: they wait for this node", alone)
-            except OSError as error:
-                log.warning("groups could not be handed over: %s", error)
+        failed = log_failure(log.warning, "groups could not be handed over")
+        with trio.move_on_after(_LEAVE_S), failed:
+            if alone := await self._agent.leave():
+                log.warning("%d groups have no other replica: they wait for this node", alone)
         self._service.close()
         with trio.move_on_after(_DRAIN_S):
             await self._service.drained()

@@ -126,14 +126,11 @@ class Handover:
             verdict, digest = found[node]
             if verdict is Verdict.RIGHT:
                 for other in wrong:
-                    await self._tell(extent, other)
+                    if other == self._catalog.files.node:
+                        self._doubt(extent)
+                    else:
+                        await self._checks.device(other).doubt(extent)
                 return False
             if verdict is Verdict.UNKNOWN and digest not in kept:
                 return self._catalog.check_of(extent) is None
         return True
-
-    async def _tell(self, extent: Extent, node: int) -> None:
-        if node == self._catalog.files.node:
-            self._doubt(extent)
-        else:
-            await self._checks.doubt(node, extent)

@@ -20,6 +20,7 @@ from ..model.placement import policy_of, replicas_of, retargeted
 from ..model.policy import POLICIES_MAX, REPLICAS_MAX, Candidate
 from ..model.records import GROUP_BUCKET_BITS, encode, targets_key
 from ..observe.figures import gauge, gauges
+from ..observe.logs import log_failure
 from .state import ClusterState
 
 log = logging.getLogger(__name__)
@@ -183,10 +184,8 @@ class EtcdWatch:
 
     async def run(self) -> None:
         while True:
-            try:
+            with log_failure(log.info, "the room of etcd is not known"):
                 await self.look()
-            except OSError as error:
-                log.info("the room of etcd is not known: %s", error)
             await trio.sleep(_ROOM_PERIOD_S)
 
     async def look(self) -> None:

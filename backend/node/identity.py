@@ -24,6 +24,7 @@ from ..cluster.membership import admit
 from ..etcd.engine import EtcdEngine
 from ..kv import Conflict, Damaged, Put, WentBack
 from ..model.records import REPORT, Epoch, NodeRecord, Report, decode, encode, key_of
+from ..observe.logs import log_failure
 from .directory import StoreDirectory
 
 log = logging.getLogger(__name__)
@@ -221,10 +222,8 @@ class NodeHistory(History):
         """Write the newest transaction that etcd told into the store. A failure is only logged."""
         known = self._engine.calls.known
         if known is not None and known.mod_revision > self._identity.mark[0]:
-            try:
+            with log_failure(log.warning, "what etcd told cannot be remembered in the store"):
                 await self._save()
-            except OSError as error:
-                log.warning("what etcd told cannot be remembered in the store: %s", error)
 
     async def _save(self) -> None:
         async with self._saving:

@@ -224,7 +224,8 @@ class Resync:
         config, revision = self._cluster.groups.get(group)
         await self._cluster.session.wait_valid()
         await self._cluster.replica.wait_applied(revision)
-        if self._cluster.groups.get(group) != (config, revision):
+        # The node may have left the group before its turn came.
+        if self._cluster.groups.get(group) != (config, revision) or not self._is_due(group):
             return True
         missing, lost = self._catalog.missing(group), filling.lost
         left = filling.left = {extent: size for extent, size in missing if extent not in lost}

@@ -25,6 +25,7 @@ import trio
 
 from ..files.digest import digest_at_rest
 from ..observe.figures import count, gauge
+from ..observe.logs import log_failure
 from ..transport import Extent
 from .catalog import Catalog
 from .checks import Verdict
@@ -302,10 +303,8 @@ class Scrub:
     def _save(self) -> None:
         self._saved_at = time.monotonic()
         self._state.wrong = list(self._wrong)[:_DOUBTS_MAX]
-        try:
+        with log_failure(log.info, "%s", _NAME):
             self._files.place.write(_NAME, msgspec.json.encode(self._state), hardened=False)
-        except OSError as error:
-            log.info("%s: %s", _NAME, error)
 
 
 def _past_the_cache(fd: int) -> int:

@@ -17,6 +17,7 @@ import trio
 
 from ..files.sparse import segments
 from ..model.records import SIZE_MAX, session_of
+from ..observe.logs import log_failure
 from ..transport import Extent, Fenced, Target, Unreachable
 from ..transport.rights import Peer, denied, session_digest
 from ..transport.service import Service
@@ -237,11 +238,9 @@ class NodeService(Service[Incoming]):
 
     async def _learn(self) -> None:
         """Wait until the replica knows what was superseded a moment ago."""
-        with trio.move_on_after(_CATCH_UP_S):
-            try:
-                await self._cluster.replica.barrier()
-            except OSError as error:
-                log.info("the store is full, and what can go is not known: %s", error)
+        unknown = log_failure(log.info, "the store is full, and what can go is not known")
+        with trio.move_on_after(_CATCH_UP_S), unknown:
+            await self._cluster.replica.barrier()
 
     def _begin(self, incoming: Incoming) -> Incoming:
         self._receiving += 1

@@ -13,7 +13,7 @@ import os
 import re
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextvars import ContextVar
 from datetime import UTC, datetime
 from logging.handlers import RotatingFileHandler
@@ -53,6 +53,16 @@ def identify(component: str, member: str = "") -> None:
 
 # Returns the id of the current request; "" outside of one.
 current_request: Final = _request.get
+
+
+@contextlib.contextmanager
+def log_failure(report: Callable[..., None], text: str, *args: object) -> Iterator[None]:
+    """Go on after an OSError of the block: `report` it, a method of a logger, as `text: error`. The line
+    counts as one of the block's place in the code."""
+    try:
+        yield
+    except OSError as error:
+        report(f"{text}: %s", *args, error, stacklevel=3)
 
 
 @contextlib.contextmanager

@@ -5,8 +5,8 @@ import logging
 import socket
 import ssl
 from collections import Counter
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, Self, TypeVar
 
@@ -140,7 +140,7 @@ class ControlClient:
         # periodically, as reading the clock for each would cost more.
         self.heard = self._began = 0
         self._wake = trio.Event()
-        self._watchers = 0
+        self.watchers = 0
         # Functions that are called with the reason when the connection ends.
         self.closers: list[Callable[[str], None]] = []
         self.is_open = True
@@ -158,18 +158,10 @@ class ControlClient:
                 close(why)
             self._scope.cancel()
 
-    @contextmanager
-    def watched(self) -> Iterator[None]:
-        """Check that the node is alive while data is being moved, so that a stall is noticed."""
-        self._begin_waiting()
-        self._watchers += 1
-        try:
-            yield
-        finally:
-            self._watchers -= 1
-
-    def _begin_waiting(self) -> None:
-        if not (self.waiting or self._watchers):
+    def begin_waiting(self) -> None:
+        """Note that somebody is about to wait for the node: for an answer or, one of the `watchers`, while
+        data is moved. Meanwhile the node is checked to be alive, so that a stall is noticed."""
+        if not (self.waiting or self.watchers):
             self._began += 1
             self._wake.set()
 
@@ -210,7 +202,7 @@ class ControlClient:
     def expect(self, expected: Expected) -> int:
         """Return the number of an answer that is awaited from now on."""
         number = next(self._numbers)
-        self._begin_waiting()
+        self.begin_waiting()
         self.waiting[number] = expected
         return number
 
@@ -260,7 +252,7 @@ class ControlClient:
         heard_at = silent_since = trio.current_time()
         while True:
             self._wake = trio.Event()
-            is_awaited = self.waiting or self._watchers
+            is_awaited = self.waiting or self.watchers
             with trio.move_on_after(look_s if is_awaited else KEEP_ALIVE_S):
                 await self._wake.wait()
                 await trio.sleep(look_s)
@@ -270,7 +262,7 @@ class ControlClient:
             if self._began != began:
                 silent_since = now
             heard, began = self.heard, self._began
-            is_awaited = self.waiting or self._watchers
+            is_awaited = self.waiting or self.watchers
             if is_awaited and now - silent_since >= timeout_s:
                 why = f"it was silent for {timeout_s:g} s"
                 self._silent(why)

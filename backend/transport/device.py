@@ -8,12 +8,14 @@ import errno
 import logging
 import os
 from collections.abc import Awaitable, Callable, Coroutine, Sequence
+from operator import methodcaller
 from typing import Any, Literal, NamedTuple, Protocol, TypeVar
 
 import trio
 
 from ..files.sparse import empty, is_sparse
 from ..model.records import SIZE_MAX
+from ..observe.logs import log_failure
 from . import (
     CHAIN_MAX,
     Extent,
@@ -191,8 +193,9 @@ class Device:
         return (await self.link.ask(messages.Digest(extent), messages.Digested)).digest
 
     async def doubt(self, extent: Extent) -> None:
-        """Tell the node that it sent wrong bytes. The node then checks its extent itself."""
-        await self.link.ask(messages.Doubt(extent), messages.Done)
+        """Tell the node that it sent wrong bytes, if that is possible. It then checks its extent itself."""
+        with log_failure(log.info, "content %x", extent.content):
+            await self.link.ask(messages.Doubt(extent), messages.Done)
 
     async def abort(self, content: int) -> None:
         """Remove the extents of a content that will not be published."""
@@ -257,7 +260,7 @@ class Device:
     ) -> None:
         """Move a transfer by the fastest way; if it `takes_turns`, when fewer than the limit are under way.
         Raises OSError: the node's error; EOPNOTSUPP if there is no way."""
-        ways = [way for way in self._ways if way.suits(transfer)]
+        ways = [*filter(methodcaller("suits", transfer), self._ways)]
         counters, why = self._counters, ""
         if takes_turns:
             await acquire(self.link.operations)
@@ -267,9 +270,11 @@ class Device:
                 speeds = [(mbit_s, way) for mbit_s, way in reached if mbit_s is not None]
                 ways = [way for _, way in sorted(speeds, key=lambda each: -each[0])]
             for number, way in enumerate(ways, 1):
+                control = await self.link.connected()
+                control.begin_waiting()
+                control.watchers += 1
                 try:
-                    with (await self.link.connected()).watched():
-                        await move(way)
+                    await move(way)
                 except NotThisWay as error:
                     why = str(error)
                     if number < len(ways):
@@ -279,6 +284,8 @@ class Device:
                 else:
                     counters.moved_bytes[way.name] += transfer.length
                     return
+                finally:
+                    control.watchers -= 1
         finally:
             if takes_turns:
                 self.link.operations.release()

@@ -8,15 +8,17 @@ that sends one loses its connection.
 
 import errno
 import os
-from collections.abc import Collection
+from collections.abc import Callable, Collection, Iterable, Iterator
 from enum import IntEnum
-from typing import Annotated, TypeAlias
+from typing import Annotated, TypeAlias, TypeVar
 
 import msgspec
 from msgspec import Meta
 
 from ..model.records import SIZE_MAX
 from . import Extent, Fenced, Number, Target, Unreachable
+
+T = TypeVar("T")
 
 # Both ends must speak the same version: nodes and mounts are upgraded together.
 VERSION = 9
@@ -277,3 +279,20 @@ def describe_version(version: int) -> str:
         f"protocol version {version}, this node speaks {VERSION}: "
         "have the same version of irdmafs on both hosts"
     )
+
+
+def in_batches(
+    items: Iterable[T], size_of: Callable[[T], int], most: int, most_bytes: int
+) -> Iterator[list[T]]:
+    """Yield the items in lists of at most so many, and so many bytes; a larger one by itself."""
+    batch: list[T] = []
+    size = 0
+    for item in items:
+        length = size_of(item)
+        if batch and (len(batch) == most or size + length > most_bytes):
+            yield batch
+            batch, size = [], 0
+        batch.append(item)
+        size += length
+    if batch:
+        yield batch

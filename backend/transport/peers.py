@@ -55,7 +55,6 @@ class Peers:
             caller.credentials.client_context()  # raises an error now if they cannot be used
         self.resolve = caller.resolve
         self.counters = caller.counters
-        self.nursery = caller.nursery
         self._caller = caller
         self._movers = movers
         self._devices: dict[int, Device] = {}

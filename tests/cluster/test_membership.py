@@ -34,6 +34,7 @@ from irdmafs.backend.model.records import SETTINGS_KEY, NodeRecord, encode, key_
 from irdmafs.backend.node.copier import Throttle
 from irdmafs.backend.node.files import Files
 from irdmafs.backend.node.housekeeping import HISTORY_KEPT_S
+from irdmafs.backend.node.resync import _Filling
 
 STEPS = int(os.environ.get("IRDMAFS_STEPS") or 60)
 TTL_S = 2  # short, and yet not lost on a busy machine
@@ -785,6 +786,15 @@ def test_copying_keeps_to_its_rate() -> None:
 
     clock = trio.testing.MockClock(autojump_threshold=0)
     assert trio.run(move, clock=clock) == pytest.approx(8)  # the last one may begin then
+
+
+async def test_a_group_that_was_left_before_its_turn_came_is_left_alone(keys: EtcdKeys) -> None:
+    async with watched(keys, 3) as (made, watcher, writer, _):
+        await settled(writer, watcher, 3)
+        node = next(iter(made.running.values()))
+        left = next(g for g, (one, _) in node.groups.configs.items() if node.id not in one.members)
+        assert await node.resync._advance(left, _Filling())
+        assert node.id not in node.groups.get(left)[0].members
 
 
 @pytest.mark.timeout(120 + STEPS)

@@ -397,6 +397,23 @@ def test_a_file_larger_than_cache_is_readable(cluster: Cluster, here: Path, ther
     assert read_version(there / "file") == 6
 
 
+def test_a_reader_of_a_file_larger_than_cache_keeps_its_version_in_a_new_session() -> None:
+    content = pattern(5, 24 * MIB)
+    with Cluster(Plan(nodes=1, replicas=1, mounts=1, lease_ttl_s=2)) as cluster:
+        here, small = cluster.mounts[0].path, cluster.add_mount("--cache-size", "16M")
+        write(here / "file", content)
+        cluster.irdmafs("prefetch", small.path / "file")
+        assert not cluster.pins(), "nobody reads it yet"
+        with (small.path / "file").open("rb") as file:
+            small.pause()
+            eventually(lambda: not cluster.pins(), "its session is over")
+            small.resume()
+            eventually(lambda: bool(cluster.pins()), "the file is pinned in the next one")
+            write(here / "file", pattern(6, 24 * MIB))
+            assert file.read() == content
+        eventually(lambda: not cluster.pins(), "nothing is pinned any more")
+
+
 def test_nothing_stays_pinned_for_readers_that_were_killed_while_they_waited() -> None:
     """What changes faster than it comes is pinned on its nodes after some tries."""
     rng = seeded()

@@ -9,7 +9,7 @@ import os
 import random
 import tempfile
 from collections.abc import AsyncIterator, Sequence
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from functools import partial
 from typing import Any
 
@@ -70,7 +70,8 @@ class Link:
         return await self._service().digest(extent)
 
     async def doubt(self, extent: Extent) -> None:
-        self._service().doubt(extent)
+        with suppress(Unreachable):
+            self._service().doubt(extent)
 
     async def get(self, extents: Sequence[Extent], limit: int) -> list[bytes | None]:
         await trio.sleep(0)

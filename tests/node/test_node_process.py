@@ -17,6 +17,7 @@ import urllib.request
 from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import asynccontextmanager
 from pathlib import Path
+from typing import Any
 
 import pytest
 import trio
@@ -73,23 +74,11 @@ class ServedNode(Daemon):
         self.wait_served()
 
     def wait_served(self) -> None:
-        wait_until(
-            lambda: self.said.count("is served") == self.starts,
-            "it does not serve",
-            START_TIMEOUT_S,
-            self,
-        )
+        self.wait_for_log("is served", self.starts)
 
-    def wait_for_log(self, text: str) -> None:
-        wait_until(lambda: text in self.said, f"it does not say {text!r}", START_TIMEOUT_S, self)
-
-    def refuse(self) -> str:
-        """Start what must not start; what it says about it."""
-        done = subprocess.run(
-            self.command, capture_output=True, text=True, cwd="/", timeout=START_TIMEOUT_S
-        )
-        assert done.returncode != 0
-        return done.stderr
+    def wait_for_log(self, text: str, times: int = 1) -> None:
+        what = f"it does not say {text!r}"
+        wait_until(lambda: self.said.count(text) >= times, what, START_TIMEOUT_S, self)
 
     @property
     def id(self) -> int:
@@ -296,13 +285,10 @@ async def test_a_node_tells_what_it_is_and_has(place: Place) -> None:
         path = node.store / f"extents/{content:x}.0"
         await writer.until(lambda: not path.stat().st_mode & stat.S_IWUSR)
         async with open_peers(writer.members.nodes.get, (), name="admin", role="admin") as admin:
-            status = await admin.status(node.id)
+            status: Any = await admin.status(node.id)
         assert status["node"] == f"{node.id:016x}"
         assert (status["extents"], status["pending_extents"], status["bytes"]) == (2, 1, 1007)
-        own = status["groups"]
-        assert isinstance(own, dict)
-        assert sum(own.values()) == BUCKETS
-        assert isinstance(status["lease_valid_seconds"], float)
+        assert sum(status["groups"].values()) == BUCKETS
         assert 0 < status["lease_valid_seconds"] <= TTL_S
         port = re.search(r"metrics are served on \S+ port (\d+)", node.said)
         assert port is not None
@@ -438,18 +424,12 @@ async def test_bytes_under_way_arrive_before_a_stopped_node_goes(place: Place) -
             assert kept == data
 
 
-def test_a_store_in_use_is_not_served_twice(place: Place) -> None:
-    node = place.add()
-    text = place.add(store=node.store, start=False).refuse()
-    assert f"pid {node.pid}" in text
-    assert "Traceback" not in text
-
-
 def test_a_node_without_a_cluster_says_what_to_do(place: Place) -> None:
-    node = place.add("--name", "nonexistent", start=False)
-    text = node.refuse()
-    assert "irdmafs cluster init" in text
-    assert "Traceback" not in text
+    command = place.add("--name", "nonexistent", start=False).command
+    done = subprocess.run(command, capture_output=True, text=True, timeout=START_TIMEOUT_S)
+    assert done.returncode == 1
+    assert "irdmafs cluster init" in done.stderr
+    assert "Traceback" not in done.stderr
 
 
 async def test_a_node_without_etcd_refuses_writes_after_its_lease_and_returns(place: Place) -> None:

@@ -153,16 +153,11 @@ def test_a_working_copy_that_was_taken_over_is_never_used_again(files: Files, me
 
 
 @pytest.fixture
-def gone() -> list[int]:
-    """The contents that left the mount's host."""
-    return []
-
-
-@pytest.fixture
-def contents(memory: Path, gone: list[int]) -> Iterator[Contents]:
-    """A mount's contents, without its cluster."""
+def contents(memory: Path) -> Iterator[Contents]:
+    """A mount's contents, without its cluster, which is told of those that left its host."""
+    gone: list[int] = []
     config = SimpleNamespace(mount=SimpleNamespace(cache_size=None))
-    changes = SimpleNamespace(content_gone=gone.append, content_listeners=[])
+    changes = SimpleNamespace(content_gone=gone.append, gone=gone, content_listeners=[])
     cluster: Any = SimpleNamespace(config=config, changes=changes)
     with closing(Contents(cluster, f"{memory}/cache")) as contents:
         yield contents
@@ -256,8 +251,9 @@ async def test_extent_of_an_application_is_copied_once_into_a_file_that_is_used_
 
 
 def test_content_that_is_fetched_never_takes_the_place_of_a_file_that_is_here(
-    contents: Contents, gone: list[int]
+    contents: Contents,
 ) -> None:
+    changes: Any = contents._member.changes
     for number, is_published in ((ONE, False), (ContentId(2), True)):
         os.close(contents.make(number, 10))
         path = Path(contents.path(number))
@@ -271,9 +267,9 @@ def test_content_that_is_fetched_never_takes_the_place_of_a_file_that_is_here(
         if is_published:
             contents.not_published(number)
         assert path.read_bytes() == b"first"
-    assert sorted(os.listdir(contents.directory)) == ["1", "2"] and not gone
+    assert sorted(os.listdir(contents.directory)) == ["1", "2"] and not changes.gone
     contents.free(ONE)
-    assert gone == [1]
+    assert changes.gone == [1]
 
 
 class Mapped(Rdma):

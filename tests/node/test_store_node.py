@@ -40,21 +40,19 @@ def contents_of(files: Files, extent: Extent) -> bytes:
         return os.pread(fd, 1 << 20, 0)
 
 
-def test_a_store_is_the_same_node_for_as_long_as_its_directory_lives(memory: Path) -> None:
+def test_a_store_is_one_node_of_one_cluster_for_as_long_as_its_directory_lives(
+    memory: Path,
+) -> None:
     with Files(f"{memory}/store") as files:
         node = files.node
         files.identity.bind("one")
     assert 0 < node < 1 << 63
     with Files(f"{memory}/store") as files:
         assert (files.node, files.identity.cluster) == (node, "one")
+        files.identity.bind("one")
+        with pytest.raises(OSError, match="belongs to cluster one, not to two"):
+            files.identity.bind("two")
     assert int(json.loads((memory / "store/node.json").read_text())["id"], 16) == node
-
-
-def test_a_store_stays_with_its_cluster(files: Files) -> None:
-    files.identity.bind("one")
-    files.identity.bind("one")
-    with pytest.raises(OSError, match="belongs to cluster one, not to two"):
-        files.identity.bind("two")
 
 
 @pytest.mark.parametrize("text", ["", "{}", "[1]", '{"format":1,"id":"0","cluster":""}', "\xff"])

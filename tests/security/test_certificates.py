@@ -471,12 +471,15 @@ def test_a_peer_cannot_forge_a_line() -> None:
 def test_lines_that_a_peer_causes_are_limited_and_counted() -> None:
     program = (
         "for _ in range(1000): log.warning('bad frame')\n"
+        "for _ in range(1000):\n with logs.log_failure(log.info, 'one'): raise OSError('away')\n"
+        "for _ in range(1000):\n with logs.log_failure(log.info, 'two'): raise OSError('away')\n"
         "log.warning('another')\n"
         "logging.getLogger('irdmafs.backend.namespace').warning('mine')"
     )
     lines = logged(program)
-    assert sum("bad frame" in line for line in lines) == logs.REPEATS_MAX
-    assert len(lines) == logs.REPEATS_MAX + 2
+    for what in ("bad frame", "one: away", "two: away"):
+        assert sum(what in line for line in lines) == logs.REPEATS_MAX
+    assert len(lines) == 3 * logs.REPEATS_MAX + 2
 
 
 def test_the_next_line_says_how_many_were_dropped(monkeypatch: pytest.MonkeyPatch) -> None:

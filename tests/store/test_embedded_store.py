@@ -163,14 +163,16 @@ def make_file(kind: str) -> int:
 @pytest.mark.parametrize("source_kind", ["tmpfs", "disk"])
 @pytest.mark.parametrize("target_kind", ["tmpfs", "disk"])
 @settings(max_examples=30, deadline=None, suppress_health_check=list(HealthCheck))
-@given(layout=segments)
+@given(layout=segments, at_once=st.sampled_from([1000, 1 << 28]))
 def test_a_copy_has_the_same_bytes_and_the_same_holes(
-    source_kind: str, target_kind: str, layout: list[tuple[bool, int]]
+    source_kind: str, target_kind: str, layout: list[tuple[bool, int]], at_once: int
 ) -> None:
     source, target = make_file(source_kind), make_file(target_kind)
     try:
         content = write_segments(source, layout)
-        copy_contents(source, target)
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr("irdmafs.backend.files.extents._COPY_CHUNK_BYTES", at_once)
+            copy_contents(source, target)
         assert os.pread(target, len(content) + 1, 0) == content
         if source_kind == target_kind == "tmpfs":
             assert data_ranges(target) == data_ranges(source)
@@ -179,16 +181,6 @@ def test_a_copy_has_the_same_bytes_and_the_same_holes(
     finally:
         os.close(source)
         os.close(target)
-
-
-def test_a_copy_goes_on_where_the_kernel_stopped(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("irdmafs.backend.files.extents._COPY_CHUNK_BYTES", 1000)
-    source, target = make_file("tmpfs"), make_file("tmpfs")
-    content = write_segments(source, [(True, 10_500), (False, 9000), (True, 2500)])
-    copy_contents(source, target)
-    assert os.pread(target, 100_000, 0) == content
-    os.close(source)
-    os.close(target)
 
 
 def test_file_that_shrinks_while_it_is_copied_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -249,15 +241,6 @@ class Store:
 def store(tmp_path: Path, in_memory: None) -> Iterator[EmbeddedStore]:
     with Store(tmp_path) as opened:
         yield opened
-
-
-def test_publishing_the_same_extent_again_keeps_it(store: EmbeddedStore) -> None:
-    """A copy that is written in place after its first version."""
-    inode = make_file_of(store, b"file", b"one")
-    status = store.extents.stat(inode.extent)
-    again = run(store.publish(NewVersion.of_file(inode.ino, inode.extent, status, 5)))
-    assert (again.version, again.extent, again.mtime_ns) == (2, inode.extent, 5)
-    assert content_of(store, inode.extent) == b"one"
 
 
 def test_a_retired_extent_that_is_published_after_all_is_kept(store: EmbeddedStore) -> None:
@@ -428,6 +411,15 @@ class StoreAgainstModel(RuleBasedStateMachine):
         else:
             assert inode.extent == 0  # and the working copy stays its owner's
         self.current[file] = ino, inode.version, inode.extent
+
+    @rule(file=files)
+    def publish_in_place(self, file: int) -> None:
+        """What was written on after its first version."""
+        ino, version, extent = self.current.get(file, (0, 0, NO_CONTENT))
+        if extent:
+            status = self.store.extents.stat(extent)
+            run(self.store.publish(NewVersion.of_file(ino, extent, status, 1)))
+            self.current[file] = ino, version + 1, extent
 
     @rule(which=st.integers(0, 9))
     def give_up(self, which: int) -> None:

@@ -38,6 +38,7 @@ from ...namespace import SharedCommitter
 from ...namespace.commit import Commit
 from ...namespace.drafts import is_draft
 from ...namespace.inode import inode_key
+from ...observe.logs import log_failure
 from ...pauses import Rests
 from .leases import REST_MAX_S, REST_S, Leases
 from .member import Member
@@ -434,13 +435,11 @@ class Claims(RecordKeeper):
 
     async def _store(self, directory: int) -> bool:
         """Store what this mount keeps to itself in a directory. Return whether that succeeded."""
-        try:
+        with log_failure(log.warning, "new files in directory %d are not stored yet", directory):
             await self._member.store_answered(directory)
             await self._committer.store(directory)
-        except OSError as error:
-            log.warning("new files in directory %d are not stored yet: %s", directory, error)
-            return False
-        return True
+            return True
+        return False
 
     def _tidy(self, now: float) -> None:
         """Forget what has become meaningless."""

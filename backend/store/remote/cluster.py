@@ -14,6 +14,7 @@ from ...cluster.history import History
 from ...cluster.replica import Replica
 from ...model.values import ConfigError, filesystem_of
 from ...namespace import ROOT_INO, Namespace, SharedCommitter
+from ...observe.logs import log_failure
 from ...transport.movers import all_movers
 from ...transport.peers import Peers, open_peers, patience_s
 from ...transport.verbs.rdma import Rdma
@@ -37,7 +38,7 @@ class Cluster(Member):
 
     Files up to `small_bytes` travel inside control messages. With `verify`, versions get digests, with
     which bytes are compared. `buckets`: groups of a pool. `here` is the store node on `host` whose
-    directory this process can open, 0 if there is none."""
+    directory, `store_here`, this process can open; 0 and "" if there is none."""
 
     peers: Peers
 
@@ -60,7 +61,7 @@ class Cluster(Member):
         self.small_bytes = config.mount.small_file
         self.verify = config.mount.verify
         self.host = config.mount.host
-        self.here = 0
+        self.here, self.store_here = 0, ""
         self._looking = trio.CapacityLimiter(1)
         self.members.node_changed.append(self._node_changed)
         self.contents = Contents(self, f"{directory}/extents")
@@ -96,7 +97,7 @@ class Cluster(Member):
     async def join(self) -> None:
         """Become a session of the cluster. Raises ConfigError, OSError."""
         start_soon = self.nursery.start_soon
-        await self.nursery.start(partial(self.session.run, on_lost=self.locks.lost))
+        await self.nursery.start(partial(self.session.run, on_lost=self._session_lost))
         await self._ensure_root()
         await self.engine.admin.warn()
         start_soon(self._remove_abandoned)
@@ -106,12 +107,14 @@ class Cluster(Member):
         start_soon(self.claims.run, self._committer)
         start_soon(self.locks.run)
 
+    def _session_lost(self) -> None:
+        self.locks.lost()
+        self.nursery.start_soon(self.contents.pin_again)
+
     async def leave(self) -> None:
         """Store what is deferred, and end the session. Raises OSError."""
-        try:
+        with log_failure(log.error, "changes of names are lost"):
             await self.namespace.flush()
-        except OSError as error:
-            log.error("changes of names are lost: %s", error)
         await self.session.release()
 
     async def _remove_abandoned(self) -> None:
@@ -119,10 +122,8 @@ class Cluster(Member):
         if not self.writable:
             return
         await trio.sleep(_ABANDONED_AFTER_S)
-        try:
+        with log_failure(log.info, "names that nobody sees stay until the next mount starts"):
             await self.namespace.remove_abandoned()
-        except OSError as error:
-            log.info("names that nobody sees stay until the next mount starts: %s", error)
 
     async def _ensure_root(self) -> None:
         writable = self.writable
@@ -152,7 +153,7 @@ class Cluster(Member):
     def _node_changed(self, node: int) -> None:
         nodes = self.members.nodes
         if node == self.here or (node in nodes and nodes[node].host == self.host):
-            self.here = 0
+            self.here, self.store_here = 0, ""
             self.nursery.start_soon(self._find_node_here)
 
     async def _find_node_here(self) -> None:
@@ -161,13 +162,8 @@ class Cluster(Member):
             if address.host == self.host and await trio.to_thread.run_sync(
                 _is_store_of, address.store, node, abandon_on_cancel=True, limiter=self._looking
             ):
-                self.here = node if self.members.nodes.get(node) == address else 0
-
-    @property
-    def store_here(self) -> str:
-        """Return the directory of the store node on this host, "" if there is none."""
-        address = self.members.nodes.get(self.here)
-        return address.store if address is not None else ""
+                is_there = self.members.nodes.get(node) == address
+                self.here, self.store_here = (node, address.store) if is_there else (0, "")
 
     def has_member_here(self, group: int) -> bool:
         return self.here in self.groups.get(group)[0].members

@@ -9,11 +9,14 @@ import errno
 import logging
 import os
 from collections import OrderedDict
+from contextlib import suppress
 
+from ...etcd.leases import LeaseEnded
 from ...files.extents import OPEN_FLAGS, ExtentStore, Pinned
 from ...kv import Delete, Put
 from ...model.records import CONTENT_NUMBER_BITS, ContentId, pin_key
 from ...namespace import Inode, fail
+from ...observe.logs import log_failure
 from .figures import CacheFigures
 from .member import Member
 from .places import Holds, Place
@@ -50,7 +53,8 @@ class Contents(ExtentStore, Pinned):
         self.sent: set[ContentId] = set()
         # Contents that were fetched for an open that `count_open` has not counted yet.
         self.uncounted: set[ContentId] = set()
-        self._on_nodes: set[ContentId] = set()
+        # Contents that are pinned on their nodes.
+        self.on_nodes: set[ContentId] = set()
         self.kept_bytes = 0
         self.evictions = 0
         below = self.statvfs()
@@ -215,13 +219,14 @@ class Contents(ExtentStore, Pinned):
     def admit(self, extent: ContentId, size: int) -> None:
         """Accept the file from `make` as complete; `size` bytes of it are kept. If the content has come
         here in another way meanwhile, drop the file: the other one may be in use."""
-        if extent in self._kept or extent in self.publishing:
+        if extent in self._kept or extent in self._places or extent in self.publishing:
             self.give_up(extent)
             return
         os.rename(
             f"fetch-{extent:x}", f"{extent:x}", src_dir_fd=self._dir_fd, dst_dir_fd=self._dir_fd
         )
-        self.keep(extent, size)
+        self._kept[extent] = size
+        self.kept_bytes += size
 
     def give_up(self, extent: ContentId) -> None:
         os.unlink(f"fetch-{extent:x}", dir_fd=self._dir_fd)
@@ -255,7 +260,7 @@ class Contents(ExtentStore, Pinned):
 
     def is_here(self, extent: ContentId) -> bool:
         """Return whether a content can be read without its nodes."""
-        pinned = extent in self.counts and extent not in self._on_nodes
+        pinned = extent in self.counts and extent not in self.on_nodes
         return pinned or self.has(extent)
 
     def lose(self, extent: ContentId) -> None:
@@ -300,13 +305,13 @@ class Contents(ExtentStore, Pinned):
             place = self._places.get(extent)
             if place is not None:
                 place.let_go()
-            if extent in self._on_nodes:
-                self.unpin_on_nodes(extent)
+            if extent in self.on_nodes:
+                self.let_go_on_nodes(extent)
 
     def make_room(self, size: int) -> bool:
         """Evict unpinned contents until `size` more bytes may be kept and have room beside the working
         copies. Return whether they have."""
-        below = self.statvfs()
+        below = os.fstatvfs(self._dir_fd)
         # Evicting moves bytes from "kept" to "free", so this sum does not change.
         limit = min(self._limit_bytes, self.kept_bytes + below.f_bavail * below.f_frsize)
         while self.kept_bytes + size > limit:
@@ -327,31 +332,39 @@ class Contents(ExtentStore, Pinned):
     async def pin_on_nodes(self, inode: Inode) -> bool:
         """Keep a file's content on its nodes while this mount reads it. Return False if it is not the
         current one any more. Raises OSError."""
-        member, content = self._member, inode.extent
-        lease = member.session.lease
-        self._on_nodes.add(content)
-        put = Put(pin_key(content, lease), b"", lease)
-        await member.replica.transact([member.session.compare()], [put])
-        current = member.tree.inodes.get(inode.ino)
+        content = inode.extent
+        self.on_nodes.add(content)
+        await self._put_pin(content)
+        current = self._member.tree.inodes.get(inode.ino)
         if current is not None and current.extent == content:
             return True
         await self._unpin_on_nodes(content)
         return False
 
-    def unpin_on_nodes(self, content: ContentId) -> None:
-        """Give a content's pin on the nodes up: it is on this host now."""
-        if content in self._on_nodes:
-            self._member.nursery.start_soon(self._unpin_on_nodes, content)
+    async def pin_again(self) -> None:
+        """Pin on their nodes what was pinned there in a session that is lost."""
+        for content in [*self.on_nodes]:
+            with log_failure(log.warning, "content %x is not pinned in the new session", content):
+                await self._member.session.wait_valid()
+                await self._put_pin(content)
+            if content not in self.on_nodes:
+                await self._unpin_on_nodes(content)
+
+    async def _put_pin(self, content: ContentId) -> None:
+        session, is_put = self._member.session, False
+        while not is_put:
+            await session.wait_valid(self._member.timeout_s)
+            put = Put(pin_key(content, session.lease), b"", session.lease)
+            with suppress(LeaseEnded):
+                is_put = await self._member.replica.attempt([session.compare()], [put])
 
     def let_go_on_nodes(self, content: ContentId) -> None:
-        """Give a content's pin on the nodes up unless the content was opened."""
+        """Give a content's pin on the nodes up unless the content is open."""
         if content not in self.counts:
-            self.unpin_on_nodes(content)
+            self._member.nursery.start_soon(self._unpin_on_nodes, content)
 
     async def _unpin_on_nodes(self, content: ContentId) -> None:
-        self._on_nodes.discard(content)
-        try:
+        self.on_nodes.discard(content)
+        with log_failure(log.info, "content %x stays pinned until this session ends", content):
             key = pin_key(content, self._member.session.lease)
             await self._member.engine.transact((), (Delete(key),))
-        except OSError as error:
-            log.info("content %x stays pinned until this session ends: %s", content, error)

@@ -15,28 +15,35 @@ import errno
 import logging
 import os
 import time
-from collections.abc import Awaitable, Callable, Coroutine, Iterable, Iterator, Sequence
+from collections import defaultdict
+from collections.abc import (
+    Awaitable,
+    Callable,
+    Collection,
+    Container,
+    Coroutine,
+    Iterable,
+    Iterator,
+    Sequence,
+)
 from functools import partial
-from itertools import filterfalse
 from operator import itemgetter
-from typing import Any, TypeVar
+from typing import Any
 
 import trio
 
 from ...files.digest import Digests, Stripe, digest_of_bytes
 from ...files.sparse import allocated_bytes, is_sparse
 from ...model.placement import group_of
-from ...model.records import NO_CONTENT, ContentId, Layout
+from ...model.records import NO_CONTENT, ContentId, GroupConfig
 from ...namespace import Inode, fail
-from ...transport import Distrusted, Extent, FileRange, Memory
-from ...unwrap import first_error
+from ...transport import Distrusted, Extent, FileRange, Landed, Memory, nothing_landed
+from ...unwrap import first_alone
 from .cluster import Cluster, for_each_stripe
 from .figures import FetchFigures
 from .lent import Declined, Lent
 
 log = logging.getLogger(__name__)
-
-T = TypeVar("T")
 
 _LOOK_AGAIN_S = 0.5
 # Errors of this host itself: asking another replica would not help.
@@ -95,34 +102,37 @@ class Fetcher:
 
     async def fetch(
         self, inode: Inode, ahead: Callable[[Inode], Iterable[Inode]] | None = None
-    ) -> None:
+    ) -> bool:
         """Bring the inode's current content to this host, once for all who ask for it at the same time.
+        Return False if there is no room to keep it here.
 
-        `ahead` gives inodes that will be wanted soon after one. If there is no room to keep the content
-        here, returns without it. Raises Gone, Wrong, or OSError (ETIMEDOUT: no member answers).
+        `ahead` gives inodes that will be wanted soon after one. Raises Gone, Wrong, or OSError (ETIMEDOUT:
+        no member answers).
         """
         content = inode.extent
         room = allocated_bytes(inode.size, inode.blocks)
+        has_holes = room < inode.size
         while (running := self._running.get(content)) is not None:
             await running.wait()
             if self._contents.has(content):
-                return
+                return True
         done = self._running[content] = trio.Event()
         try:
-            if self._borrow(content, inode.layout, inode.size):
-                return
+            if self._cluster.store_here and self._borrow(inode):
+                return True
             if not self._contents.make_room(room):
-                return
+                return False
             if inode.size <= self._cluster.small_bytes:
                 await self._fetch_small(inode, ahead)
+                if not self._contents.has(content):
+                    return False
             else:
-                has_holes = room < inode.size
                 make = partial(self._contents.make, content, inode.size, has_holes=has_holes)
                 # Where pages are small, allocating a large file takes long.
                 is_quick = inode.size <= _MADE_INLINE_BYTES
                 fd = make() if is_quick else await trio.to_thread.run_sync(make)
                 try:
-                    await self._read_all(inode, FileRange(fd, 0, inode.size))
+                    await self._read_all(inode, FileRange(fd, 0, inode.size), has_holes)
                 except BaseException:
                     self._contents.give_up(content)
                     raise
@@ -131,11 +141,13 @@ class Fetcher:
                 self._contents.admit(content, room)
             self.figures.fetched_files += 1
             self.figures.fetched_bytes += room
+            return True
         except OSError as error:
             # The kernel may not have freed the evicted files yet.
             if error.errno != errno.ENOSPC:
                 raise
             log.info("content %x is not kept here: %s", content, error.strerror)
+            return False
         finally:
             del self._running[content]
             done.set()
@@ -150,7 +162,7 @@ class Fetcher:
             raise OSError(errno.EFBIG, f"{size} bytes do not fit into {lent.size} that are lent")
         if self._contents.has(content) or content in self._running:
             raise Declined("it is on this host")
-        if self._borrow(content, inode.layout, size):
+        if self._cluster.store_here and self._borrow(inode):
             raise Declined("a store node on this host has it")
         if size <= self._cluster.small_bytes:
             raise Declined("it is small")
@@ -159,7 +171,7 @@ class Fetcher:
         is_checked = self._cluster.verify and bool(inode.digests)
         if is_checked and lent.memory is Memory.DEVICE:
             raise Declined("it is to be checked (see --no-verify)")
-        await self._read_all(inode, FileRange(lent.fd, 0, size, lent.memory))
+        await self._read_all(inode, FileRange(lent.fd, 0, size, lent.memory), has_holes=False)
         self.figures.lent_files += 1
         self.figures.lent_bytes += size
 
@@ -175,7 +187,9 @@ class Fetcher:
                 stripe = (offset + done) // step
                 start = (offset + done) - stripe * step
                 length = min(size - done, step - start)
-                await self._read(inode, content, stripe, start, FileRange(buffer, done, length))
+                into = FileRange(buffer, done, length)
+                read = partial(self._read_range, Extent(content, stripe), start, into)
+                await self._from_any(inode, stripe, (), read, content)
                 done += length
             return os.pread(buffer, size, 0)
         except Gone:
@@ -187,48 +201,48 @@ class Fetcher:
 
     # -- where it is -----------------------------------------------------------------------------
 
-    def _sources(self, group: int, content: ContentId) -> list[int]:
-        """Return live members to read from: one on this host first, the others in an order that differs
-        between contents and between mounts, to share the load."""
-        (config, _), nodes = self._cluster.groups.get(group), self._cluster.members.nodes
-        here, salt = self._cluster.here, self._salt
-        live = [*filter(nodes.__contains__, config.in_sync)]
-        order = sorted([(node != here, hash((node, content, salt)), node) for node in live])
-        return [*map(itemgetter(2), order)]
+    def _sources(self, config: GroupConfig, content: ContentId, wrong: Container[int]) -> list[int]:
+        """Return live members to read from, except `wrong` ones: one on this host first, the others in an
+        order that differs between contents and between mounts, to share the load."""
+        nodes, here, salt = self._cluster.members.nodes, self._cluster.here, self._salt
+        ranks = [
+            (node != here, hash((node, content, salt)), node)
+            for node in config.in_sync
+            if node in nodes and node not in wrong
+        ]
+        return [*map(itemgetter(2), sorted(ranks))]
 
-    def _borrow(self, content: ContentId, layout: Layout, size: int) -> bool:
-        store = self._cluster.store_here
-        if not store or layout.stripes(size) > 1:
+    def _borrow(self, inode: Inode) -> bool:
+        """Use the file of the store node on this host, if it has the whole content."""
+        if inode.layout.stripes(inode.size) > 1:
             return False
-        if self._contents.borrow(content, store):
-            self.figures.borrowed += 1
-            return True
-        return False
+        borrowed = self._contents.borrow(inode.extent, self._cluster.store_here)
+        self.figures.borrowed += borrowed
+        return borrowed
 
     async def _from_any(
         self,
         inode: Inode,
         stripe: int,
-        wrong: set[int],
-        begin: Callable[[int], tuple[T, Awaitable[None]]],
+        wrong: Collection[int],
+        read: Callable[[int], Awaitable[None]],
         content: ContentId = NO_CONTENT,
-    ) -> tuple[int, T]:
-        """Read from one member after another of a stripe's group until it succeeds. `begin` returns what
-        the read will give, and what reads. Return the member, and what that gave. Members whose bytes were
-        `wrong` are skipped. `content`: if it is not the inode's present one."""
+    ) -> int:
+        """`read` from one member after another of a stripe's group until it succeeds, and return that one.
+        Members whose bytes were `wrong` are skipped. `content`: if it is not the inode's present one."""
         content = content or inode.extent
         group = group_of(inode.layout, stripe, self._cluster.buckets)
-        deadline = time.monotonic() + self._cluster.timeout_s
+        deadline = 0.0
         told: set[int] = set()
         while True:
             absent = 0
             refusals: list[Distrusted] = []
-            sources = [*filterfalse(wrong.__contains__, self._sources(group, content))]
+            config, _ = self._cluster.groups.get(group)
+            sources = self._sources(config, content, wrong)
             for node in sources:
                 try:
-                    given, reading = begin(node)
-                    await reading
-                    return node, given
+                    await read(node)
+                    return node
                 except FileNotFoundError:
                     absent += 1
                 except OSError as error:
@@ -242,13 +256,13 @@ class Fetcher:
             if sources and len(refusals) == len(sources):
                 raise refusals[0]
             wanted = self._cluster.groups.get(group)[0].in_sync
-            if wrong and (wrong.issuperset(wanted) or (sources and absent == len(sources))):
+            now, nobody_has_it = time.monotonic(), sources and absent == len(sources)
+            deadline = deadline or now + self._cluster.timeout_s
+            if wrong and (nobody_has_it or now > deadline or set(wanted).issubset(wrong)):
                 raise self._all_wrong(inode.ino, wrong)
-            if sources and absent == len(sources):
+            if nobody_has_it:
                 raise Gone
-            if time.monotonic() > deadline:
-                if wrong:
-                    raise self._all_wrong(inode.ino, wrong)
+            if now > deadline:
                 raise OSError(
                     errno.ETIMEDOUT,
                     f"no replica could be read for {self._cluster.timeout_s:g} s: store nodes "
@@ -258,7 +272,7 @@ class Fetcher:
             with trio.move_on_after(_LOOK_AGAIN_S):
                 await self._cluster.members.changed()
 
-    def _all_wrong(self, ino: int, nodes: set[int]) -> Wrong:
+    def _all_wrong(self, ino: int, nodes: Collection[int]) -> Wrong:
         where = self._cluster.tree.describe(ino)
         return Wrong(
             f"{where} cannot be read: no replica has the bytes that were published, "
@@ -273,7 +287,8 @@ class Fetcher:
         self.figures.wrong_fetches += 1
         nodes = {node for node, _ in copies}
         for node, stripe in copies:
-            self._cluster.peers.nursery.start_soon(self._doubt, node, Extent(inode.extent, stripe))
+            doubt = self._cluster.peers.device(node).doubt
+            self._cluster.nursery.start_soon(doubt, Extent(inode.extent, stripe))
         log.warning(
             "%s: store node %s sent other bytes%s than were published as version %d: they are dropped",
             self._cluster.tree.describe(inode.ino),
@@ -282,88 +297,78 @@ class Fetcher:
             inode.version,
         )
 
-    async def _doubt(self, node: int, extent: Extent) -> None:
-        try:
-            await self._cluster.peers.device(node).doubt(extent)
-        except OSError as error:
-            log.info("content %x: %s", extent.content, error)
-
     # -- large -----------------------------------------------------------------------------------
 
-    def _read_all(self, inode: Inode, into: FileRange) -> Coroutine[Any, Any, None]:
-        """Read all stripes concurrently. Raises Gone, Wrong, OSError."""
+    def _read_all(
+        self, inode: Inode, into: FileRange, has_holes: bool
+    ) -> Coroutine[Any, Any, None]:
+        """Read all stripes concurrently; holes stay holes. Raises Gone, Wrong, OSError."""
         stripes = inode.layout.stripes(inode.size)
         digests = Digests(inode.digests, stripes)
 
         async def read_one(stripe: int) -> None:
             there = into.part(*inode.layout.span(inode.size, stripe))
-            await self._from_any(inode, stripe, set(), self._hashing(inode, stripe, there))
+            whole = partial(self._read_stripe, Extent(inode.extent, stripe), there, has_holes)
+            await self._from_any(inode, stripe, (), whole)
 
         parts, read = stripes, read_one
         if self._cluster.verify and digests.are_there:
-            parts, read = digests.parts, partial(self._read_checked, inode, digests, into)
+            parts, read = (
+                digests.parts,
+                partial(self._read_checked, inode, digests, into, has_holes),
+            )
         return read(0) if parts == 1 else self._read_several(parts, read)
 
     async def _read_several(
         self, parts: int, read: Callable[[int], Coroutine[Any, Any, None]]
     ) -> None:
-        try:
+        with first_alone(Gone, OSError):
             await for_each_stripe(parts, read)
-        except BaseExceptionGroup as group:
-            if group.subgroup(Gone) is not None:
-                raise Gone from group
-            raise first_error(group) from group
 
     async def _read_checked(
-        self, inode: Inode, digests: Digests, into: FileRange, part: int
+        self, inode: Inode, digests: Digests, into: FileRange, has_holes: bool, part: int
     ) -> None:
         """Read the stripes of a part until they match its digest. Raises Wrong.
 
         If a part has several stripes, it is unknown which one is wrong: all are read from other members."""
         stripes = digests.stripes_of(part)
-        wrong: list[set[int]] = [set() for _ in stripes]
+        wrong: defaultdict[int, set[int]] = defaultdict(set)  # by stripe
         while True:
-            nodes, found, size = [], [], 0
-            for stripe, passed_over in zip(stripes, wrong, strict=True):
+            copies, found, size = [], [], 0
+            for stripe in stripes:
                 there = into.part(*inode.layout.span(inode.size, stripe))
-                begin = self._hashing(inode, stripe, there)
-                node, read = await self._from_any(inode, stripe, passed_over, begin)
-                nodes.append(node)
-                found.append(await read.finish())
+                hashed = Stripe(there.fd, there.offset, there.length)
+                extent = Extent(inode.extent, stripe)
+                read = partial(self._read_stripe, extent, there, has_holes, landed=hashed.landed)
+                copies.append((await self._from_any(inode, stripe, wrong[stripe], read), stripe))
+                found.append(await hashed.finish())
                 size += there.length
             if digests.match(part, found):
                 self.figures.checked_bytes += size
                 return
             first, _ = inode.layout.span(inode.size, stripes[0])
             offset, length = inode.layout.span(inode.size, stripes[-1])
-            copies = list(zip(nodes, stripes, strict=True))
             self._report_wrong(inode, copies, f" at {first} to {offset + length}")
-            for passed_over, node in zip(wrong, nodes, strict=True):
-                passed_over.add(node)
+            for node, stripe in copies:
+                wrong[stripe].add(node)
 
-    def _hashing(
-        self, inode: Inode, stripe: int, into: FileRange
-    ) -> Callable[[int], tuple[Stripe, Awaitable[None]]]:
-        """Return what begins to read a whole stripe from a node, to hash it as it comes. Its holes stay
-        holes."""
-        has_holes, extent = is_sparse(inode.size, inode.blocks), Extent(inode.extent, stripe)
+    def _read_stripe(
+        self,
+        extent: Extent,
+        into: FileRange,
+        has_holes: bool,
+        node: int,
+        landed: Landed = nothing_landed,
+    ) -> Awaitable[None]:
+        device = self._cluster.peers.device(node)
+        if has_holes:
+            return device.read_sparse(extent, into, landed)
+        return device.read(extent, 0, into, landed)
 
-        def begin(node: int) -> tuple[Stripe, Awaitable[None]]:
-            device = self._cluster.peers.device(node)
-            found = Stripe(into.fd, into.offset, into.length)
-            if has_holes:
-                return found, device.read_sparse(extent, into, found.landed)
-            return found, device.read(extent, 0, into, found.landed)
-
-        return begin
-
-    async def _read(
-        self, inode: Inode, content: ContentId, stripe: int, start: int, into: FileRange
-    ) -> None:
-        def begin(node: int) -> tuple[None, Awaitable[None]]:
-            return None, self._cluster.peers.device(node).read(Extent(content, stripe), start, into)
-
-        await self._from_any(inode, stripe, set(), begin, content)
+    def _read_range(
+        self, extent: Extent, start: int, into: FileRange, node: int
+    ) -> Awaitable[None]:
+        return self._cluster.peers.device(node).read(extent, start, into)
 
     # -- small -----------------------------------------------------------------------------------
 
@@ -394,7 +399,7 @@ class Fetcher:
             if batch.data.get(extent) is None:
                 raise fail(errno.ENOENT)
 
-        await self._from_any(inode, 0, wrong, lambda node: (None, take(node)))
+        await self._from_any(inode, 0, wrong, take)
 
     def _small_ones(self, inodes: Iterable[Inode], node: int) -> Iterator[Inode]:
         """Return those inodes whose small contents this node can send in the same answer."""

@@ -16,6 +16,7 @@ from ...model.placement import group_of, local_seed, pool_of, seed_of
 from ...model.policy import parse_policy, policy_id
 from ...model.records import GroupConfig, Layout, policy_key
 from ...namespace import ROOT_INO, Inode, attributes
+from ...observe.logs import log_failure
 from .cluster import Cluster
 from .contents import Contents
 
@@ -85,13 +86,13 @@ class Layouts:
         cluster, layout = self._cluster, self.of(inode)
         stripes = min(max(1, layout.stripes(inode.size)), _TOLD_GROUPS_MAX)
         await self.ensure_groups(layout)
-        groups = (group_of(layout, stripe, cluster.buckets) for stripe in range(stripes))
-        return [*map(self._group_row, groups)]
-
-    def _group_row(self, group: int) -> dict[str, Any]:
-        config, _ = self._cluster.groups.get(group)
-        nodes = [self._node_row(node, config) for node in config.members]
-        return {"group": group, "nodes": nodes}
+        rows = []
+        for stripe in range(stripes):
+            group = group_of(layout, stripe, cluster.buckets)
+            config, _ = cluster.groups.get(group)
+            nodes = [self._node_row(node, config) for node in config.members]
+            rows.append({"group": group, "nodes": nodes})
+        return rows
 
     def _node_row(self, node: int, config: GroupConfig) -> dict[str, Any]:
         address = self._members.nodes.get(node)
@@ -126,10 +127,8 @@ class Layouts:
         settings = self._members.settings
         if not self._namespace.writable or len(self._members.candidates()) < settings.replicas:
             return
-        try:
+        with log_failure(log.info, "the placement groups are not made yet"):
             await self.ensure_groups(Layout(settings.replicas, settings.stripe_bytes))
-        except OSError as error:
-            log.info("the placement groups are not made yet: %s", error)
 
     async def ensure_groups(self, layout: Layout) -> None:
         """Return when there are placement groups for contents of this layout. Raises OSError."""

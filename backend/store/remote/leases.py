@@ -27,6 +27,7 @@ from ...cluster.membership import followed_key, seen_key
 from ...kv import Delete, Put
 from ...namespace import ROOT_INO, Inode
 from ...namespace.attributes import FOLLOW
+from ...observe.logs import log_failure
 from ...pauses import Rests
 from ...unwrap import if_it_fails
 from .member import Member
@@ -473,7 +474,5 @@ class Leases:
                 del self._interest[directory]
 
     async def _attempt(self, change: Callable[[], Awaitable[None]]) -> None:
-        try:
+        with log_failure(log.info, "directory leases"):
             await change()
-        except OSError as error:
-            log.info("directory leases: %s", error)

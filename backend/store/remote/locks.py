@@ -9,7 +9,7 @@ import errno
 import logging
 import os
 import time
-from collections.abc import Awaitable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
@@ -29,6 +29,7 @@ from ...model.lock_claims import (
     merged,
 )
 from ...model.records import encode
+from ...observe.logs import log_failure
 from .lock_entries import LockEntries
 from .member import Member
 
@@ -288,7 +289,9 @@ class SharedLocks(LockEntries):
         lease = self._session.lease
         while lease == self._session.lease:
             state.settling = False
-            try:
+            with log_failure(
+                log.warning, "inode %d: others are not told yet what is unlocked", ino
+            ):
                 asked = self.asked(ino, lease)
                 if asked > state.answers:
                     for holder in self.holders:
@@ -296,8 +299,6 @@ class SharedLocks(LockEntries):
                     state.answers = max(state.answers, asked)
                 await self._settle(ino, state)
                 return
-            except OSError as error:
-                log.warning("inode %d: others are not told yet what is unlocked: %s", ino, error)
             state.settling = True
             await trio.sleep(_RETRY_S)
         state.settling = False
@@ -393,7 +394,8 @@ class SharedLocks(LockEntries):
             elif now - state.idle_since < _IDLE_S or next(self._held(ino), None) is not None:
                 pass
             elif state.mine:
-                await _quietly(self._settle(ino, state, idle=True))
+                with log_failure(log.info, "locks are not tidied up now"):
+                    await self._settle(ino, state, idle=True)
             elif self._inodes.get(ino) is state:
                 del self._inodes[ino]
         await self._remove_left_behind(now)
@@ -405,7 +407,8 @@ class SharedLocks(LockEntries):
             if now - since < _LEFT_BEHIND_S or not self._session.valid():
                 continue
             if self._session.number == min(self._member.members.sessions, default=0):
-                await _quietly(self._remove(ino))
+                with log_failure(log.info, "a guard that was left behind stays for now"):
+                    await self._remove(ino)
 
     # -- what others do ------------------------------------------------------------------------------
 
@@ -440,10 +443,3 @@ class SharedLocks(LockEntries):
     def count(self) -> int:
         """Return the number of inodes on which this host has claims."""
         return sum(bool(state.mine) for state in self._inodes.values())
-
-
-async def _quietly(step: Awaitable[object]) -> None:
-    try:
-        await step
-    except OSError as error:
-        log.info("locks are not tidied up now: %s", error)

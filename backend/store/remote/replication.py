@@ -20,6 +20,7 @@ from ...kv import Compare, Conflict
 from ...model.placement import group_of
 from ...model.records import NO_CONTENT, SIZE_MAX, ContentId, session_of
 from ...namespace import Inode, NewVersion, Outdated, fail
+from ...observe.logs import log_failure
 from .cluster import Cluster
 from .figures import PublishFigures
 from .layouts import Layouts, Space
@@ -251,7 +252,7 @@ class Publisher:
         cluster = self._cluster
         while nodes and session_of(content) == cluster.session.number:
             async with self._asking:
-                try:
+                with log_failure(log.info, "content %x stays on its nodes for now", content):
                     if doubted:
                         await cluster.engine.fenced.settle()
                         await cluster.replica.barrier()
@@ -260,19 +261,10 @@ class Publisher:
                             break
                         doubted = 0
                     for node in nodes & cluster.members.nodes.keys():
-                        if await self._told(node, content):
+                        with log_failure(log.info, "content %x stays for now", content):
+                            await cluster.peers.device(node).abort(content)
                             nodes.remove(node)
-                except OSError as error:
-                    log.info("content %x stays on its nodes for now: %s", content, error)
             nodes -= {node for node in nodes if cluster.members.is_removed(node)}
             if nodes:
                 await trio.sleep(_RETRY_S)
         self._given_up -= 1
-
-    async def _told(self, node: int, content: ContentId) -> bool:
-        try:
-            await self._cluster.peers.device(node).abort(content)
-        except OSError as error:
-            log.info("content %x stays on node %x for now: %s", content, node, error)
-            return False
-        return True

@@ -3,7 +3,7 @@
 import errno
 import os
 from collections.abc import AsyncIterator, Awaitable, Callable
-from contextlib import asynccontextmanager, closing
+from contextlib import asynccontextmanager, closing, suppress
 from typing import Any
 
 import trio
@@ -172,22 +172,19 @@ class RemoteStore:
         return number
 
     async def _take_out(self, inode: Inode, extent: ContentId) -> ContentId:
-        try:
+        with suppress(FileNotFoundError):  # it may have been evicted since it was fetched
             return self._cluster.contents.take_out(extent)
-        except FileNotFoundError:
-            pass  # it may have been evicted since it was fetched
         if inode.extent == extent:
             inode = await self.bring(inode.ino)
         if inode.extent != extent:
             raise fail(errno.ESTALE)
-        try:
+        with suppress(FileNotFoundError):
             return self._cluster.contents.take_out(extent)
-        except FileNotFoundError:
-            raise fail(
-                errno.EFBIG,
-                f"{self.namespace.describe(inode.ino)} is larger than this mount keeps of other "
-                "hosts' files, and cannot be written in place; see --cache-size",
-            ) from None
+        raise fail(
+            errno.EFBIG,
+            f"{self.namespace.describe(inode.ino)} is larger than this mount keeps of other hosts' "
+            "files, and cannot be written in place; see --cache-size",
+        )
 
     def end_in_place(self, inode: Inode, extent: ContentId) -> bool:
         return bool(inode.extent) and self._cluster.contents.put_back(extent, inode.extent)

@@ -8,20 +8,20 @@ directory is read file by file, or before anybody opens it.
 import errno
 import logging
 import time
-from collections.abc import Awaitable, Callable, Coroutine, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
 from typing import Any
 
 import trio
 
-from ...model.records import ContentId
+from ...model.records import NO_CONTENT, ContentId
 from ...namespace import Inode, Namespace, fail
-from ...unwrap import first_error
+from ...unwrap import first_alone, for_each
 from .cluster import Cluster
 from .fetcher import Fetcher, Gone, Wrong
 from .figures import OpenFigures
-from .lent import Declined, Lender
+from .lent import Declined, Lender, Lent
 
 log = logging.getLogger(__name__)
 
@@ -52,22 +52,57 @@ class Versions:
         self._ahead = ReadAhead(cluster.namespace)
         self.figures = OpenFigures()
 
-    def bring(self, ino: int, *, ahead: bool = False) -> Coroutine[Any, Any, Inode]:
-        """Bring the file's current version to this host, and return the inode as it is then. `ahead`:
-        before anybody has asked for it. Raises OSError."""
-        fetch = partial(self._fetcher.fetch, ahead=self._ahead.after)
-        return self._with_current(ino, fetch, partial(self._fetched, ahead=ahead))
-
-    async def _fetched(self, inode: Inode, *, ahead: bool) -> Inode | None:
-        """Return the inode as it is when its content was fetched; None if another one is to be fetched."""
-        if not ahead:
-            self._contents.uncounted.add(inode.extent)
-        if not self._contents.has(inode.extent):
-            return inode if await self._contents.pin_on_nodes(inode) else None
-        self._contents.unpin_on_nodes(inode.extent)
-        current = self._namespace.inode(inode.ino)  # ESTALE: it was removed, and nobody had it open
-        is_here = current.extent == inode.extent or self._contents.has(current.extent)
-        return current if is_here else None
+    async def bring(self, ino: int, *, ahead: bool = False, lent: Lent | None = None) -> Inode:
+        """Bring the file's current version to this host, and return the inode as it is then. A content for
+        which there is no room here is pinned on its nodes, but not if this is `ahead` of any open. With
+        `lent`, read it into that instead. Raises OSError: ESTALE if the file is gone; Declined."""
+        contents = self._contents
+        attempt, brought = 0, NO_CONTENT
+        while True:
+            inode = self._namespace.inode(ino)
+            if inode.extent in (NO_CONTENT, brought) or contents.has(inode.extent):
+                if lent is not None:
+                    raise Declined("it is on this host")
+                return inode
+            if not inode.nlink:
+                raise fail(errno.ESTALE)  # its last name was removed, and all nodes have freed it
+            if attempt * _LOOK_AGAIN_S > self._timeout_s:
+                where = self._namespace.describe(ino)
+                raise fail(
+                    errno.EIO, f"{where}: no store node has content {inode.extent:x}: it is lost"
+                )
+            attempt += 1
+            lets_go = attempt >= _GONE_BEFORE_PIN
+            try:
+                if lets_go and not await contents.pin_on_nodes(inode):
+                    continue
+                if lent is not None:
+                    await self._fetcher.read_into(inode, lent)
+                    return inode
+                is_here = await self._fetcher.fetch(inode, self._ahead.after)
+                if not ahead:
+                    contents.uncounted.add(inode.extent)
+                if is_here:
+                    brought = inode.extent
+                elif ahead:
+                    return inode
+                else:
+                    lets_go = True
+                    if await contents.pin_on_nodes(inode):
+                        lets_go = False
+                        return inode
+            except (Gone, Wrong) as error:
+                await self._replica.barrier()
+                current = self._namespace.inodes.get(ino)
+                is_current = current is not None and current.extent == inode.extent
+                if isinstance(error, Wrong) and (current is None or is_current):
+                    raise
+                if is_current:
+                    # The members that should have it do not: they are about to notice that.
+                    await trio.sleep(_LOOK_AGAIN_S)
+            finally:
+                if lets_go and inode.extent in contents.on_nodes:
+                    contents.let_go_on_nodes(inode.extent)
 
     def count_open(self, extent: ContentId) -> None:
         """Count an open that gets this content as one that found it here or had it fetched."""
@@ -80,61 +115,8 @@ class Versions:
     async def read_into(self, ino: int, memory: int, lifeline: int) -> Inode:
         """Read the file's current version, whole, into memory that a program lends (see lent). Raises
         OSError."""
-        was_read = False
-
-        async def note(inode: Inode) -> Inode:
-            nonlocal was_read
-            was_read = True
-            self._contents.let_go_on_nodes(inode.extent)
-            return inode
-
         async with self._lender.using(memory, lifeline) as lent:
-            inode = await self._with_current(ino, partial(self._fetcher.read_into, lent=lent), note)
-        if not was_read:
-            raise Declined("it is on this host")
-        return inode
-
-    async def _with_current(
-        self,
-        ino: int,
-        get: Callable[[Inode], Awaitable[None]],
-        then: Callable[[Inode], Awaitable[Inode | None]],
-    ) -> Inode:
-        """Have `get` fetch the file's current version unless it is on this host, and return what `then`
-        does. Try again if it is replaced meanwhile or that is None. Raises OSError: ESTALE if the file is
-        gone."""
-        deadline = time.monotonic() + self._timeout_s
-        attempt = 0
-        while time.monotonic() < deadline:
-            attempt += 1
-            inode = self._namespace.inode(ino)
-            if not inode.extent or self._contents.has(inode.extent):
-                return inode
-            if not inode.nlink:
-                raise fail(errno.ESTALE)  # its last name was removed, and all nodes have freed it
-            got = None
-            try:
-                if attempt >= _GONE_BEFORE_PIN and not await self._contents.pin_on_nodes(inode):
-                    continue
-                await get(inode)
-                got = await then(inode)
-            except (Gone, Wrong) as error:
-                await self._replica.barrier()
-                current = self._namespace.inodes.get(ino)
-                is_current = current is not None and current.extent == inode.extent
-                if isinstance(error, Wrong) and (current is None or is_current):
-                    raise
-                if is_current:
-                    # The members that should have it do not: they are about to notice that.
-                    await trio.sleep(_LOOK_AGAIN_S)
-                continue
-            finally:
-                if got is None:
-                    self._contents.let_go_on_nodes(inode.extent)
-            if got is not None:
-                return got
-        where = self._namespace.describe(ino)
-        raise fail(errno.EIO, f"{where}: no store node has content {inode.extent:x}: it is lost")
+            return await self.bring(ino, lent=lent)
 
 
 class _Listing:
@@ -214,7 +196,8 @@ class Prefetcher:
         found = list(self._below(ino))
         progress.files = len(found)
         progress.bytes = sum(inode.size for inode in found)
-        self._nursery.start_soon(self._fetch_all, [inode.ino for inode in found], progress)
+        fetch_all = partial(for_each, found, partial(self._fetch, progress=progress))
+        self._nursery.start_soon(partial(fetch_all, at_once=_AT_ONCE))
 
     def progress(self, ino: int) -> dict[str, Any]:
         """Return the progress of the newest request for this file or directory; all zero if there was
@@ -230,7 +213,7 @@ class Prefetcher:
         if new is None or not new.extent or (old is not None and new.version == old.version):
             return
         if any(map(self._leases.is_followed_for_good, self._namespace.parents_of(new.ino))):
-            self._nursery.start_soon(self._fetch, new.ino, Progress())
+            self._nursery.start_soon(self._fetch, new, Progress())
 
     def _below(self, ino: int) -> Iterator[Inode]:
         inode = self._namespace.inodes.get(ino)
@@ -242,19 +225,12 @@ class Prefetcher:
         elif inode.is_file and inode.extent:
             yield inode
 
-    async def _fetch_all(self, inos: list[int], progress: Progress) -> None:
-        async with trio.open_nursery() as nursery:
-            for ino in inos:
-                async with self._limit:
-                    pass  # wait, so that not thousands of tasks begin at once
-                nursery.start_soon(self._fetch, ino, progress)
-
-    async def _fetch(self, ino: int, progress: Progress) -> None:
+    async def _fetch(self, inode: Inode, progress: Progress) -> None:
         async with self._limit:
             try:
-                inode = await self._versions.bring(ino, ahead=True)
+                inode = await self._versions.bring(inode.ino, ahead=True)
             except OSError as error:
-                where = self._namespace.describe(ino)
+                where = self._namespace.describe(inode.ino)
                 log.info("%s: it could not be fetched ahead: %s", where, error)
                 progress.failed += 1
             else:
@@ -334,15 +310,13 @@ class Freshness:
 
     async def _barrier_and_content(self, inode: Inode) -> None:
         """Ask whether the version known here is the newest, and for its content, in one round trip."""
-        try:
+        with first_alone():
             async with trio.open_nursery() as nursery:
                 nursery.start_soon(self._bring_quietly, inode.ino)
                 await self._cluster.replica.barrier()
                 current = self._namespace.inodes.get(inode.ino)
                 if current is None or current.extent != inode.extent:
                     nursery.cancel_scope.cancel()
-        except BaseExceptionGroup as group:
-            raise first_error(group) from group
 
     async def _bring_quietly(self, ino: int) -> None:
         try:

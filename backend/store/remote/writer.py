@@ -9,7 +9,7 @@ import logging
 import os
 import random
 import time
-from collections.abc import Awaitable, Callable, Iterable, Iterator
+from collections.abc import Awaitable, Callable, Iterable
 from typing import NamedTuple
 
 import trio
@@ -20,9 +20,10 @@ from ...model.groups import has_still
 from ...model.placement import group_of
 from ...model.records import GroupConfig, Layout, group_key
 from ...namespace import Inode, NewVersion
+from ...observe.logs import log_failure
 from ...transport import Distrusted, Extent, Fenced, FileRange, Target, Unreachable, nothing_landed
 from ...transport.device import Device
-from ...transport.messages import PUT_BYTES_MAX, PUTS_MAX, Put
+from ...transport.messages import PUT_BYTES_MAX, PUTS_MAX, Put, in_batches
 from ...unwrap import first_error
 from .cluster import Cluster, for_each_stripe
 
@@ -191,8 +192,9 @@ class Transfer:
     async def _bring(self, stripe: int) -> None:
         cluster = self._cluster
         group = group_of(self._layout, stripe, cluster.buckets)
-        deadline = time.monotonic() + cluster.timeout_s
-        full = time.monotonic() + _FULL_S
+        # The nodes that could not be reached, and until when that is tried; until when one may be full.
+        lacking: list[int] = []
+        deadline = full = 0.0
         waits = False
         while True:
             config, revision = cluster.groups.get(group)
@@ -216,6 +218,7 @@ class Transfer:
                 waits = True
             except OSError as error:
                 # A full node that is only joining is about to be dropped by its group.
+                full = full or time.monotonic() + _FULL_S
                 if error.errno != errno.ENOSPC or not config.joining or time.monotonic() > full:
                     raise
                 with trio.move_on_after(_LOOK_AGAIN_S):
@@ -223,7 +226,10 @@ class Transfer:
                 continue
             if await self._send_around(place, missing):
                 continue
-            if time.monotonic() > deadline:
+            left = [node for node in missing if node not in self._acknowledged[stripe]]
+            if left != lacking:
+                lacking, deadline = left, time.monotonic() + cluster.timeout_s
+            elif time.monotonic() > deadline:
                 raise OSError(
                     errno.ETIMEDOUT,
                     f"store nodes {', '.join(f'{node:x}' for node in missing)} of placement group "
@@ -346,10 +352,8 @@ class Transfer:
                 return False
             except Unreachable:
                 pass
-            try:
+            with log_failure(log.debug, "content %x", self._content):
                 await cluster.peers.suspect(other, place.group, node)
-            except OSError as error:
-                log.debug("content %x: %s", self._content, error)
         return False
 
 
@@ -374,7 +378,7 @@ async def put_together(cluster: Cluster, transfers: Iterable[Transfer]) -> None:
                 by_node.setdefault(node, []).append((transfer, *begun))
 
     async def send(node: int, parcels: list[tuple[Transfer, GroupConfig, Put]]) -> None:
-        for some in _messages_of(parcels):
+        for some in in_batches(parcels, _bytes_of, PUTS_MAX, PUT_BYTES_MAX):
             try:
                 await cluster.peers.device(node).put_all([put for _, _, put in some])
             except OSError as error:
@@ -388,21 +392,8 @@ async def put_together(cluster: Cluster, transfers: Iterable[Transfer]) -> None:
             nursery.start_soon(send, node, parcels)
 
 
-def _messages_of(
-    parcels: list[tuple[Transfer, GroupConfig, Put]],
-) -> Iterator[list[tuple[Transfer, GroupConfig, Put]]]:
-    """Yield as many of them as a message takes."""
-    some: list[tuple[Transfer, GroupConfig, Put]] = []
-    size = 0
-    for parcel in parcels:
-        length = len(parcel[2].data)
-        if some and (len(some) == PUTS_MAX or size + length > PUT_BYTES_MAX):
-            yield some
-            some, size = [], 0
-        some.append(parcel)
-        size += length
-    if some:
-        yield some
+def _bytes_of(parcel: tuple[Transfer, GroupConfig, Put]) -> int:
+    return len(parcel[2].data)
 
 
 async def digests_of(fd: int, size: int, layout: Layout) -> bytes:

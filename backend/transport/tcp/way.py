@@ -81,10 +81,7 @@ class TcpWay(Way):
         # Where byte 0 of the extent would be in the file.
         base = into.offset - start
         landed = landed_from(landed, -into.offset)
-
-        def work(channel: Channel, header: Header) -> None:
-            _receive(channel, header, into.fd, base, landed)
-
+        work = partial(_receive, fd=into.fd, base=base, landed=landed)
         return self._run(Op.READ, extent, _NOWHERE, 0, [(start, into.length)], work)
 
     async def write(self, sending: Sending) -> None:
@@ -97,10 +94,7 @@ class TcpWay(Way):
             ranges = await when_unlocked(segments, fd, offset, length) or [(0, 0)]
         if passed is not nothing_landed:
             passed = landed_from(passed, -offset)
-
-        def work(channel: Channel, header: Header) -> None:
-            _send(channel, header, fd, offset, passed)
-
+        work = partial(_send, fd=fd, base=offset, passed=passed)
         is_own = growth is None
         await self._run(Op.WRITE, extent, target, length, ranges, work, is_own=is_own)
 
@@ -126,9 +120,9 @@ class TcpWay(Way):
         may_repeat = True
         while True:
             number = secrets.randbits(63)
-            headers = [Header(op, extent, target, number, total, comes, s, trace) for s in shares]
+            header = partial(Header, op, extent, target, number, total, comes, trace=trace)
             channels = await self.borrow(len(shares))
-            works = [*map(partial, repeat(work), channels, headers)]
+            works = [*map(partial, repeat(work), channels, map(header, shares))]
             was_idle = any(map(_IDLE_SINCE, channels))
             try:
                 await in_threads(works, partial(_shut_down, channels), places)

@@ -22,7 +22,7 @@ from typing import NamedTuple
 import trio
 
 from ...files.sparse import write_at
-from ...unwrap import first_error
+from ...unwrap import first_alone
 from .. import FileRange, Landed, Memory, nothing_landed
 from ..device import NotThisWay
 from ..prompt import acquire
@@ -192,13 +192,11 @@ class Staging:
         if piece == length:
             await move_one(await self._take(), 0)
         else:
-            try:
+            with first_alone(OSError, NotThisWay):
                 async with trio.open_nursery() as nursery:
                     for at in range(0, length, piece):
                         await acquire(share)
                         nursery.start_soon(move_one, await self._take(), at)
-            except BaseExceptionGroup as group:
-                raise first_error(group, OSError, NotThisWay) from group
         self.staged_bytes += length
 
     async def _take(self) -> _Slot:

@@ -12,7 +12,7 @@ from collections.abc import Awaitable, Callable
 
 import trio
 
-from ...unwrap import first_error
+from ...unwrap import first_alone
 from .. import Extent, FileRange, Landed, Memory, landed_from
 from ..caller import ControlClient
 from ..device import NotThisWay, Sending, Transfer, Way
@@ -275,12 +275,10 @@ class VerbsWay(Way):
         if len(parts) < 2:
             await read_part(0, into.length)
             return
-        try:
+        with first_alone(OSError, NotThisWay):
             async with trio.open_nursery() as nursery:
                 for part in parts:
                     nursery.start_soon(read_part, *part)
-        except BaseExceptionGroup as group:
-            raise first_error(group, OSError, NotThisWay) from group
 
     async def write(self, sending: Sending) -> None:
         await self._move(sending.source.length, lambda path: path.write(sending))
