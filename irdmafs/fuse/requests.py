@@ -108,6 +108,9 @@ class Requests:
         self._notices = notices
         self._deferred = deferred
         self._waiting = waiting
+        # By directory: its time when the kernel began to keep its listing, and the handles that read that.
+        self._listings: dict[int, tuple[int, set[int]]] = {}
+        self._keeps_listings = filesystem.coherence.kernel_locks is None
         self.rows = self._table()
         locks = filesystem.coherence.kernel_locks
         if locks is not None:
@@ -160,12 +163,10 @@ class Requests:
             ),
             Opcode.POLL: _row(wire.POLL_IN, self._poll),
             # Directories. The kernel keeps no listing: one that went on in another would pass over names.
-            Opcode.OPENDIR: _row(
-                wire.OPENDIR_IN, _at_node(names.opendir), lambda fh: wire.OPEN_OUT.pack(fh, 0, 0)
-            ),
+            Opcode.OPENDIR: _row(wire.OPENDIR_IN, _at_node(names.opendir), self._pack_opendir),
             Opcode.READDIR: _row(wire.READ_IN, self._readdir),
             Opcode.READDIRPLUS: _row(wire.READ_IN, self._readdirplus),
-            Opcode.RELEASEDIR: _row(wire.RELEASE_IN, lambda asked, fh, _: names.releasedir(fh)),
+            Opcode.RELEASEDIR: _row(wire.RELEASE_IN, self._releasedir),
             Opcode.FSYNCDIR: _row(wire.FSYNC_IN, lambda asked, fh: names.sync()),
             Opcode.SYNCFS: _row(_NO_FIELDS, lambda asked: names.sync()),
             # Locks and signals
@@ -332,6 +333,26 @@ class Requests:
         return wire.POLL_OUT.pack(events, 0)
 
     # -- directories -----------------------------------------------------------------------------
+
+    def _pack_opendir(self, fh: int) -> bytes:
+        """Answer an opendir. The kernel keeps one listing of a directory. Who is in the middle of it would
+        go on in a newer one, at the same place of other names: it is not replaced before he is done."""
+        node, flags = self._nodes.handles[fh].node, Open.KEEP_CACHE
+        if self._keeps_listings:
+            mtime_ns = self._nodes.inode_of(node.id).mtime_ns
+            kept_ns, readers = self._listings.setdefault(node.id, (mtime_ns, set()))
+            if kept_ns == mtime_ns:
+                readers.add(fh)
+                flags |= Open.CACHE_DIR
+        return wire.OPEN_OUT.pack(fh, flags, 0)
+
+    def _releasedir(self, asked: Request, fh: int, flags: int) -> Result:
+        if asked.nodeid in self._listings:
+            readers = self._listings[asked.nodeid][1]
+            readers.discard(fh)
+            if not readers:
+                del self._listings[asked.nodeid]
+        return self._fs.names.releasedir(fh)
 
     def _readdir(self, asked: Request, fh: int, offset: int, size: int) -> bytes:
         parts: list[bytes] = []

@@ -109,6 +109,7 @@ class Open:
     """Flags of the answer to an open. Plain numbers: calculating with an IntFlag calls Python code."""
 
     KEEP_CACHE = 1 << 1
+    CACHE_DIR = 1 << 3
     NOFLUSH = 1 << 5
     PASSTHROUGH = 1 << 7
 
