@@ -108,8 +108,8 @@ class Requests:
         self._notices = notices
         self._deferred = deferred
         self._waiting = waiting
-        # By directory: its time when the kernel began to keep its listing, and the handles that read that.
-        self._listings: dict[int, tuple[int, set[int]]] = {}
+        # By directory: the handle that reads the listing that the kernel keeps.
+        self._listers: dict[int, int] = {}
         self._keeps_listings = filesystem.coherence.kernel_locks is None
         self.rows = self._table()
         locks = filesystem.coherence.kernel_locks
@@ -336,22 +336,18 @@ class Requests:
 
     def _pack_opendir(self, fh: int) -> bytes:
         """Answer an opendir. The kernel keeps one listing of a directory. Who is in the middle of it would
-        go on in a newer one, at the same place of other names: it is not replaced before he is done."""
-        node, flags = self._nodes.handles[fh].node, Open.KEEP_CACHE
-        if self._keeps_listings:
-            mtime_ns = self._nodes.inode_of(node.id).mtime_ns
-            kept_ns, readers = self._listings.setdefault(node.id, (mtime_ns, set()))
-            if kept_ns == mtime_ns:
-                readers.add(fh)
-                flags |= Open.CACHE_DIR
+        go on in a newer one, at the same place of other names: one handle at a time reads and renews it."""
+        flags = Open.KEEP_CACHE
+        if (
+            self._keeps_listings
+            and self._listers.setdefault(self._nodes.handles[fh].node.id, fh) == fh
+        ):
+            flags |= Open.CACHE_DIR
         return wire.OPEN_OUT.pack(fh, flags, 0)
 
     def _releasedir(self, asked: Request, fh: int, flags: int) -> Result:
-        if asked.nodeid in self._listings:
-            readers = self._listings[asked.nodeid][1]
-            readers.discard(fh)
-            if not readers:
-                del self._listings[asked.nodeid]
+        if self._listers.get(asked.nodeid) == fh:
+            del self._listers[asked.nodeid]
         return self._fs.names.releasedir(fh)
 
     def _readdir(self, asked: Request, fh: int, offset: int, size: int) -> bytes:
