@@ -162,7 +162,7 @@ class Requests:
                 wire.COPY_FILE_RANGE_IN, _as_sent(files.copy_file_range), wire.pack_written
             ),
             Opcode.POLL: _row(wire.POLL_IN, self._poll),
-            # Directories. The kernel keeps no listing: one that went on in another would pass over names.
+            # Directories
             Opcode.OPENDIR: _row(wire.OPENDIR_IN, _at_node(names.opendir), self._pack_opendir),
             Opcode.READDIR: _row(wire.READ_IN, self._readdir),
             Opcode.READDIRPLUS: _row(wire.READ_IN, self._readdirplus),
