@@ -117,7 +117,7 @@ def _private_directory(path: str) -> bool:
 
 
 @contextmanager
-def locked(directory: str) -> Iterator[None]:
+def _locked(directory: str) -> Iterator[None]:
     """Wait until no other command has this directory locked, and lock it. Raises OSError."""
     descriptor = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
@@ -138,7 +138,7 @@ def default_store(mountpoint: str, size: int | None = None) -> Store:
         try:
             os.makedirs(os.path.dirname(TMPFS_ROOT), 0o755, exist_ok=True)
             _private_directory(TMPFS_ROOT)
-            with locked(TMPFS_ROOT):
+            with _locked(TMPFS_ROOT):
                 return _tmpfs_store(os.path.join(TMPFS_ROOT, store_name(mountpoint)), size)
         except PermissionError as error:
             refused = f"no tmpfs of its own for the store ({error.strerror})"
@@ -346,9 +346,8 @@ def claim(path: str, mountpoint: str, config: str | None) -> None:
     opened. Raises MountError where that would destroy contents."""
     refuse_other_purpose(path, "mount" if config is None else "cache")
     write_note(path, MOUNTPOINT_FILE, mountpoint)
-    if config is not None and not is_locked(
-        path
-    ):  # else the daemon's error names who uses the store
+    # If it is in use, the daemon's error says by whom.
+    if config is not None and not is_locked(path):
         empty_cache(path)
         write_note(path, _CLUSTER_FILE, config)
 
