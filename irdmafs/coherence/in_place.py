@@ -103,15 +103,17 @@ class InPlace(OnHost):
         content = self._table.current.get(inode.ino)
         return content is not None and content.writers > 0 and content.base.version != inode.version
 
-    async def refresh(self, ino: int) -> None:
+    async def refresh(self, ino: int, *, cuts: bool = False) -> None:
         """Show the newest version, which another host published, to everybody who has the file open in
-        place, unless this host has unpublished changes."""
+        place, unless this host has unpublished changes. `cuts`: before a truncation; the kernel sends no
+        stores until that is answered, so nobody can wait for them."""
         content, inode = self._table.current.get(ino), self._inodes.get(ino)
         if content is None or inode is None or not self.is_behind(inode):
             return
         with self._host.held(content):
             await detach()
-            await self.forget_pages(content)
+            forget = self._forget_later if cuts else self.forget_pages
+            await forget(content)
             async with content.locked():
                 inode = await self._store.bring(ino)
                 if content.state.ended or content.base.version == inode.version:
@@ -125,7 +127,7 @@ class InPlace(OnHost):
                     if not content.state.writable:
                         await self._begin(content)
                     await self._show(content, inode, source)
-            await self.forget_pages(content)
+            await forget(content)
 
     async def forget_pages(self, content: Content) -> None:
         """Return when the kernel keeps no pages of the content, and what programs stored to them through
@@ -135,6 +137,9 @@ class InPlace(OnHost):
                 await detach()
                 await self._kernel.forget_content(node)
 
+    async def _forget_later(self, content: Content) -> None:
+        self._kernel.start_soon(self.forget_pages, content)
+
     async def show_after_conflict(self, content: Content) -> None:
         """Show the newest version in the place of what was set aside, unless somebody has written since.
         The caller may hold the content's lock, so the kernel forgets its pages later."""
@@ -143,7 +148,7 @@ class InPlace(OnHost):
             if content.state.writable and not self._table.is_written(content, surely=True):
                 with self._opened(inode) as source:
                     await self._show(content, inode, source)
-                self._kernel.start_soon(self.forget_pages, content)
+                await self._forget_later(content)
         except OSError as error:  # the next open or lock tries again
             where = self._store.namespace.describe(content.ino)
             log.warning("%s: the newest version cannot be shown yet: %s", where, error)

@@ -144,9 +144,12 @@ class Coherence:
         counts. Raises OSError; ESTALE: the kernel has to look them up again."""
         return self._nodes.get(node_id)
 
-    async def bring(self, inode: Inode, *, content: bool, opens: bool = False) -> Inode:
+    async def bring(
+        self, inode: Inode, *, content: bool, opens: bool = False, cuts: bool = False
+    ) -> Inode:
         """Return the inode when this host's programs see nothing older than its version. `content`: its
-        bytes are on this host, too. `opens`: count an open of them. Raises OSError."""
+        bytes are on this host, too. `opens`: count an open of them. `cuts`: as for InPlace.refresh. Raises
+        OSError."""
         return inode
 
     # -- changes by programs of this host ----------------------------------------------------------

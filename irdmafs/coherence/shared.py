@@ -318,10 +318,12 @@ class Shared(Coherence):
             raise fail(errno.ESTALE)
         return node, inode
 
-    async def bring(self, inode: Inode, *, content: bool, opens: bool = False) -> Inode:
+    async def bring(
+        self, inode: Inode, *, content: bool, opens: bool = False, cuts: bool = False
+    ) -> Inode:
         if content:
             inode = await self._bring(inode)
-        inode = await self._refreshed(inode, content=content)
+        inode = await self._refreshed(inode, content=content, cuts=cuts)
         if content and opens:
             self._store.count_open(inode.extent)
         return inode
@@ -335,11 +337,11 @@ class Shared(Coherence):
             inode = await self._store.bring(inode.ino)
         return inode
 
-    async def _refreshed(self, inode: Inode, *, content: bool) -> Inode:
+    async def _refreshed(self, inode: Inode, *, content: bool, cuts: bool = False) -> Inode:
         """Return an inode when the content written in place here is not older than its version, which with
         `content` is on this host; that of a newer one is then fetched, too."""
         while self._cache.in_place.is_behind(inode):
-            await self._cache.in_place.refresh(inode.ino)
+            await self._cache.in_place.refresh(inode.ino, cuts=cuts)
             now = self.namespace.inode(inode.ino)
             if now.version == inode.version:
                 return now

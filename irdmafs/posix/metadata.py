@@ -163,7 +163,7 @@ class Metadata:
             await self._cache.carried.change(handle, lambda fd: os.ftruncate(fd, size))
         else:
             self._namespace.check_writable(inode.ino)
-            inode = await self._coherence.bring(inode, content=size > 0)
+            inode = await self._coherence.bring(inode, content=size > 0, cuts=True)
             await self._cache.drafts.store(inode.ino)
             await self._cache.carried.truncate(self._inodes[inode.ino], size)
 

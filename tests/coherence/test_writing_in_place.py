@@ -112,6 +112,16 @@ def test_stores_that_the_kernel_keeps_do_not_stop_an_open_of_a_newer_version(
     assert len([name for name in os.listdir(pair[1]) if "conflict" in name]) == 1
 
 
+def test_stores_that_the_kernel_keeps_do_not_stop_a_truncation(
+    pair: list[Path], kept: Process, reader: Process
+) -> None:
+    """The kernel sends them when the truncation is done."""
+    kept.do("m[5] = 1")
+    (pair[1] / "file").write_bytes(b"new" * 3000)
+    reader.do("os.truncate(file, 3)", file=str(pair[0] / "file"))
+    assert (pair[1] / "file").read_bytes() == b"new"
+
+
 def test_stores_that_the_kernel_keeps_are_seen_by_the_next_owner_of_a_lock(
     pair: list[Path], kept: Process, reader: Process
 ) -> None:
