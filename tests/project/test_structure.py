@@ -15,7 +15,7 @@ ROOT = Path(__file__).parents[2]
 PLACES = {"irdmafs": "irdmafs", "backend": "irdmafs.backend", "scripts": "", "tests": ""}
 LINES_MAX = 500
 # Budgets: lines of Python and words of pages. They are lowered when something went, and never raised.
-PRODUCT_LINES_MAX = 53_263
+PRODUCT_LINES_MAX = 53_231
 TEST_LINES_MAX = 53_625
 PAGE_WORDS_MAX = 24_000
 GENERATED = "_pb2.py"
