@@ -110,9 +110,9 @@ class Requests:
         self._waiting = waiting
         # By directory: the handle that reads the listing that the kernel keeps.
         self._listers: dict[int, int] = {}
-        self._keeps_listings = filesystem.coherence.kernel_locks is None
-        self.rows = self._table()
         locks = filesystem.coherence.kernel_locks
+        self._keeps_listings = locks is None
+        self.rows = self._table()
         if locks is not None:
             for opcode in _CHANGE_NAMES | _CHANGE_ATTRIBUTES:
                 row = self.rows[opcode]

@@ -73,7 +73,7 @@ class TrainDirectory:
     def reopen(self) -> None:
         """Open the directories anew, as their mount may have been. Raises OSError."""
         self._opened: dict[str, Directory] = {}
-        # Those of pushes and of parts.
+        # The directories of pushes and parts that this process keeps open.
         self.directories = Directories()
         self._config: tuple[Seen, TrainConfig] | None = None
         self._layout: ModelLayout | None = None

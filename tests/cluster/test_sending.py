@@ -1,4 +1,4 @@
-"""What a mount does about nodes that answer differently, or fail after they were busy for long."""
+"""A mount sends to nodes that answer differently, or fail after they were busy for long."""
 
 import errno
 import os

@@ -101,7 +101,7 @@ def kept(pair: list[Path], process: TakeProcess) -> Process:
 def test_stores_that_the_kernel_keeps_do_not_stop_an_open_of_a_newer_version(
     pair: list[Path], kept: Process, reader: Process
 ) -> None:
-    """What another host published is not shown in their place."""
+    """The open sees the stores, and not the version that another host published."""
     kept.do("m[5] = 1")
     (pair[1] / "file").write_bytes(bytes(9000))
     assert reader.do("open(file, 'rb').read(6)", file=str(pair[0] / "file"))[5] == 1

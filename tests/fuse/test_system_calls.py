@@ -25,7 +25,7 @@ for n in range(files):
 """
 
 _CALL = re.compile(r"^(?:\d+ +)?(\w+)\(", re.MULTILINE)
-# What waiting and looking for requests takes, which differs from run to run.
+# System calls of waiting and looking for requests: how many there are differs from run to run.
 _WAITING = re.compile("clock_gettime|epoll_ctl|epoll_wait|futex|poll|read|readv|timerfd_settime")
 
 

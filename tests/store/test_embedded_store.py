@@ -414,7 +414,7 @@ class StoreAgainstModel(RuleBasedStateMachine):
 
     @rule(file=files)
     def publish_in_place(self, file: int) -> None:
-        """What was written on after its first version."""
+        """Publish a file again that was written on after its first version."""
         ino, version, extent = self.current.get(file, (0, 0, NO_CONTENT))
         if extent:
             status = self.store.extents.stat(extent)
