@@ -399,7 +399,7 @@ class Tree(Names):
             records.put(key, ino.to_bytes(8, "big") + revision.to_bytes(8, "big"))
         elif known:
             records.put(key, None)
-        if subdirectories and parent in inodes:
+        if subdirectories and parent in inodes and inodes[parent].nlink:  # else it is being removed
             inodes.changing(parent).nlink += subdirectories
 
     def _linked(self, ino: int, parent: int, name: bytes) -> bool:

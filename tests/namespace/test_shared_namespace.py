@@ -29,6 +29,7 @@ from irdmafs.backend.cluster.replica import Replica
 from irdmafs.backend.kv import Compare, Conflict, Delete, Exists, Put
 from irdmafs.backend.model.records import ContentId, Layout
 from irdmafs.backend.namespace import RENAME_NOREPLACE, ROOT_INO, Inode, Namespace, NewVersion
+from irdmafs.backend.namespace.inode import inode_key, name_key
 
 # -- what one host does, the others see --------------------------------------------------------------
 
@@ -136,6 +137,21 @@ async def test_a_file_that_another_host_removes_stays_for_who_holds_it(keys: Etc
         assert [record.key for record in records] == [b"i" + bytes(7) + b"\1"]
         here.tree.drop(file.ino)
         await expect_all_equal(keys, [here, there])
+
+
+async def test_a_directory_removed_together_with_one_in_it_has_no_links_for_who_holds_it(
+    keys: EtcdKeys,
+) -> None:
+    """As a mount removes them that defers changes: then it had -1, and stat(2) failed with EIO."""
+    async with hosts(keys, 2) as (here, there):
+        outer = await here.create(ROOT_INO, b"outer", DIRECTORY, 0, 0)
+        inner = await here.create(outer.ino, b"inner", DIRECTORY, 0, 0)
+        here.held = lambda ino: ino == outer.ino
+        names = name_key(ROOT_INO, b"outer"), name_key(outer.ino, b"inner")
+        removed = *names, inode_key(outer.ino), inode_key(inner.ino)
+        await there.engine.transact((), [*map(Delete, removed)])
+        await here.hub.barrier()
+        assert here.inode(outer.ino).nlink == 0
 
 
 async def test_a_file_another_host_removes_at_once_is_there_for_its_maker(keys: EtcdKeys) -> None:
