@@ -103,6 +103,7 @@ class Deferred:
         self._before: dict[bytes, int] = {}
         self._stored_s = 0.0  # when everything was stored, or the last changes were
         self._storing = trio.Lock()
+        self._in_the_way = 0  # commits that wait until it is stored
         self._first, self._many = trio.Event(), trio.Event()
         # Errors for programs that work in directories in which changes are lost, and the keys of the lost
         # records, until the tree is right again.
@@ -113,7 +114,9 @@ class Deferred:
 
     @property
     def has_room(self) -> bool:
-        if self._lost_keys or not self._is_running or len(self._changes) >= _DEFERRED_MAX:
+        if self._lost_keys or self._in_the_way or not self._is_running:
+            return False
+        if len(self._changes) >= _DEFERRED_MAX:
             return False
         is_empty = not (self._changes or self._under_way)
         return is_empty or trio.current_time() < self._stored_s + _OVERDUE_S
@@ -214,6 +217,15 @@ class Deferred:
         async with self._storing:
             while self._changes and self._changes[0].number <= newest:
                 await self._store_some()
+
+    async def make_way(self) -> None:
+        """Return when nothing is deferred any more, for a commit that it `concerns`. Nothing is deferred
+        meanwhile: programs that never pause would keep the commit waiting. Raises as `store`."""
+        self._in_the_way += 1
+        try:
+            await self.store()
+        finally:
+            self._in_the_way -= 1
 
     async def settle(self) -> None:
         """Return when the tree shows what others changed where claims are lost. Raises OSError."""

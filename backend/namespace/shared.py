@@ -34,12 +34,12 @@ from .tree import Tree
 if TYPE_CHECKING:
     from ..etcd.engine import EtcdEngine
 
-# A mutation that is decided anew so often conflicts every time; the pause before each grows to the longest
-# after 6 attempts, so these take about 3 s.
-_ATTEMPTS_MAX = 40
+# A mutation that is decided anew so often conflicts every time; the longest pauses last 0.06 s on average,
+# so these take more than a minute.
+_ATTEMPTS_MAX = 1000
 _PAUSES_FROM = 3
 _PAUSE_FIRST_S = 0.002
-_PAUSE_MAX_S = 0.1
+_PAUSE_DOUBLED_MAX = 6
 # A transaction of new files compares two records for each, and etcd accepts 128 compares.
 _STORED_AT_ONCE = 50
 # Larger records are not deferred. etcd accepts 1.5 MiB in a transaction.
@@ -96,9 +96,6 @@ class SharedCommitter:
         """
         fresh = False
         for attempt in range(_ATTEMPTS_MAX):
-            if attempt >= _PAUSES_FROM:
-                pause_s = min(_PAUSE_FIRST_S * 2 ** (attempt - _PAUSES_FROM), _PAUSE_MAX_S)
-                await trio.sleep(random.uniform(0, pause_s))
             if self._numbers.wanted:
                 await detach()
                 await self._numbers.take()
@@ -140,6 +137,9 @@ class SharedCommitter:
             elif await self._succeeds(commit, guards):
                 return commit.inode
             await detach()
+            if attempt >= _PAUSES_FROM:
+                doubled = min(attempt - _PAUSES_FROM, _PAUSE_DOUBLED_MAX)
+                await trio.sleep(random.uniform(0, _PAUSE_FIRST_S * 2**doubled))
             await self._hub.barrier()
             fresh = True
         raise fail(errno.EBUSY, "others change the same names or inodes all the time")
@@ -218,7 +218,7 @@ class SharedCommitter:
         commit.made_in, commit.changed_in = _makes_names_in(commit), _has_files_in(commit)
         claims = self._claims
         if self.deferred is not None and self.deferred.concerns(commit):
-            await self.deferred.store()
+            await self.deferred.make_way()
             return True
         if claims is None:
             return False

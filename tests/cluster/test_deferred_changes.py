@@ -10,6 +10,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from harness.beside import repeating
 from harness.claims import claim_exclusively, often
 from harness.clusters import Apart, Cluster, ClusterMount, Plan, counters
 from harness.errors import fails_with
@@ -282,6 +283,20 @@ def test_a_name_that_is_removed_and_made_again_and_again_is_there(here: Path, th
     for folder in (here, there):
         assert os.listdir(folder) == ["file"]
         assert (folder / "file").read_bytes() == b"last"
+
+
+def test_programs_that_never_pause_keep_no_change_and_no_version_waiting(
+    here: Path, there: Path
+) -> None:
+    """Nobody gets EBUSY, least of all close()."""
+    (here / "file").touch()
+    claim_exclusively(here)
+    with repeating(lambda: (here / "file").chmod(0o600)):
+        for number in range(5):
+            (there.parent / f"{there.name}{number}").mkdir()
+            (here.parent / f"{here.name}{number}").rmdir()
+            (here / "file").write_bytes(b"%d" % number)
+    assert (there / "file").read_bytes() == b"4"
 
 
 def test_a_file_whose_name_was_just_removed_is_published_in_a_few_transactions(here: Path) -> None:
