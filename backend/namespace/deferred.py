@@ -103,20 +103,18 @@ class Deferred:
         self._before: dict[bytes, int] = {}
         self._stored_s = 0.0  # when everything was stored, or the last changes were
         self._storing = trio.Lock()
-        self._in_the_way = 0  # commits that wait until it is stored
+        # Commits that wait until nothing is deferred, and 1 until `run` runs: nothing is, meanwhile.
+        self._in_the_way = 1
         self._first, self._many = trio.Event(), trio.Event()
         # Errors for programs that work in directories in which changes are lost, and the keys of the lost
         # records, until the tree is right again.
         self.lost: dict[int, OSError] = {}
         self._lost_keys: set[bytes] = set()
-        self._is_running = False
         tree.news = self._news
 
     @property
     def has_room(self) -> bool:
-        if self._lost_keys or self._in_the_way or not self._is_running:
-            return False
-        if len(self._changes) >= _DEFERRED_MAX:
+        if self._lost_keys or self._in_the_way or len(self._changes) >= _DEFERRED_MAX:
             return False
         is_empty = not (self._changes or self._under_way)
         return is_empty or trio.current_time() < self._stored_s + _OVERDUE_S
@@ -185,7 +183,7 @@ class Deferred:
 
     async def run(self) -> None:
         """Store what is deferred, soon after it was."""
-        self._is_running = True
+        self._in_the_way -= 1
         pauses = Pauses(_RETRY_FIRST_S, _RETRY_MAX_S)
         while True:
             await self._first.wait()
@@ -219,8 +217,8 @@ class Deferred:
                 await self._store_some()
 
     async def make_way(self) -> None:
-        """Return when nothing is deferred any more, for a commit that it `concerns`. Nothing is deferred
-        meanwhile: programs that never pause would keep the commit waiting. Raises as `store`."""
+        """Return when nothing is deferred any more, also of what programs that never pause go on changing,
+        for a commit that it `concerns`. Raises as `store`."""
         self._in_the_way += 1
         try:
             await self.store()

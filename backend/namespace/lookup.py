@@ -204,13 +204,6 @@ class Names:
 
     # -- names that are not seen -------------------------------------------------------------------
 
-    def note_maker(self, inode: Inode) -> None:
-        """Take over who sees the names of an inode, which is new or has changed."""
-        if inode.maker and inode.maker != self.maker:
-            self.unseen.add(inode.ino)
-        else:
-            self.unseen.discard(inode.ino)
-
     def is_abandoned(self, inode: Inode) -> bool:
         """Return whether nobody sees the names of an inode: the mount that made it has no session."""
         return inode.ino in self.unseen and not self._is_mounted(inode.maker)

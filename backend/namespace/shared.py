@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, Final
 import trio
 
 from ...inline import detach
-from ..kv import Compare, Conflict, Delete, Put
+from ..kv import Compare, Conflict, Put
 from .commit import Commit, compares, operations
 from .deferred import Deferred
 from .inode import Inode, fail, time_key
@@ -148,7 +148,8 @@ class SharedCommitter:
         """Commit to the shared engine, wait until the replica has it, and return True. Return False if a
         record that it depends on has changed. Raises Conflict if that is one of the guards."""
         tree, claims, kept = self._tree, self._claims, commit.kept
-        directories, conditions = self._directories(commit), compares(commit, self._is_claimed)
+        directories = self._directories(commit)
+        conditions = compares(commit, lambda one: claims is not None and claims.revision(one) > 0)
         changes = operations(commit)
         keys = [one.key for one in changes if not one.key.startswith(b"t")]
         touched = [(ino, tree.records.get(time_key(ino))) for ino, ns in commit.times if ns is None]
@@ -188,9 +189,6 @@ class SharedCommitter:
             if shown is not None and shown.revision == revision:
                 commit.inode = shown  # the same, with derived fields
         return True
-
-    def _is_claimed(self, directory: int) -> bool:
-        return self._claims is not None and self._claims.revision(directory) > 0
 
     # -- new files that this mount keeps to itself -------------------------------------------------
 
@@ -252,8 +250,10 @@ class SharedCommitter:
             return False
         self._add_names(commit)
         changes = operations(commit)
-        if any(one.key in self._under_way for one in changes) or any(map(_is_large, changes)):
-            return False
+        for one in changes:
+            size = len(one.value) if isinstance(one, Put) else 0
+            if one.key in self._under_way or size > _DEFERRED_BYTES_MAX:
+                return False
         if commit.new is not None and commit.new.is_dir:
             changes += claims.making(commit.new.ino)
         for directory in removed:
@@ -383,8 +383,3 @@ def _has_files_in(commit: Commit) -> set[int]:
         if inode.name and not (inode.is_dir or inode.more):
             found.add(inode.parent)
     return found
-
-
-def _is_large(change: Put | Delete) -> bool:
-    """Return whether etcd might not take a transaction of such records."""
-    return isinstance(change, Put) and len(change.value) > _DEFERRED_BYTES_MAX

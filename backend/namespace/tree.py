@@ -351,8 +351,10 @@ class Tree(Names):
             self.inodes.date(inode)
             if inode.xattrs or self.quotas.in_use:
                 self._take_limits(inode)
-        elif inode.maker or self.unseen:
-            self.note_maker(inode)
+        elif inode.maker not in (0, self.maker):
+            self.unseen.add(ino)
+        else:
+            self.unseen.discard(ino)
         self.inodes.store(inode, record, known)
         self.damaged.pop(ino, None)
 

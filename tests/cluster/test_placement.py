@@ -41,11 +41,6 @@ def random_nodes(seed: int, count: int) -> list[Candidate]:
     return [Candidate(rng.getrandbits(63)) for _ in range(count)]
 
 
-def files_per_group(seed: int) -> Counter[int]:
-    layouts = (Layout(REPLICAS, 0, seed_of(b"%d/file-%d" % (seed, i))) for i in range(FILES))
-    return Counter(group_of(layout, 0, BUCKETS) for layout in layouts)
-
-
 def moved(before: Targets, after: Targets, held: Counter[int]) -> int:
     return sum(
         count * len(set(after.target(group)) - set(before.target(group)))
@@ -59,7 +54,8 @@ def moved(before: Targets, after: Targets, held: Counter[int]) -> int:
 @pytest.mark.parametrize("seed", range(12))
 def test_ten_thousand_files_are_even_and_a_ninth_node_takes_its_share(seed: int) -> None:
     nodes = random_nodes(seed, 9)
-    held = files_per_group(seed)
+    layouts = (Layout(REPLICAS, 0, seed_of(b"%d/file-%d" % (seed, i))) for i in range(FILES))
+    held = Counter(group_of(layout, 0, BUCKETS) for layout in layouts)
     eight = made(None, nodes[:8])
     nine = made(eight, nodes)
     load: Counter[int] = Counter()

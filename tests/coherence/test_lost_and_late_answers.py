@@ -245,11 +245,6 @@ def python(program: str, *arguments: object) -> Iterator[Program]:
             process.kill()
 
 
-def on_the_other_processor(pid: int) -> None:
-    for thread in os.listdir(f"/proc/{pid}/task"):
-        os.sched_setaffinity(int(thread), {1})
-
-
 @pytest.fixture
 def processors() -> Iterator[None]:
     """Keep this process, and so its children, on the second processor."""
@@ -278,7 +273,8 @@ def test_a_reader_that_looked_a_file_up_before_a_publish_reads_all_of_what_it_op
         path = mount.path / "file"
         path.write_bytes(b"first")
         daemon = mount.pid
-        on_the_other_processor(daemon)
+        for thread in os.listdir(f"/proc/{daemon}/task"):
+            os.sched_setaffinity(int(thread), {1})
         with python(READER, path) as reader, python(BUSY) as busy:
             writer = os.open(path, os.O_WRONLY | os.O_TRUNC)
             os.write(writer, b"second" * 10)

@@ -44,13 +44,9 @@ absent = partial(operation, "read", None, outcome="absent")
 torn = partial(operation, "read", None, outcome="torn")
 
 
-def by_workers(history: list[Operation]) -> list[Operation]:
-    """Return the history in which each operation is of another worker."""
-    return [dataclasses.replace(one, worker=number) for number, one in enumerate(history)]
-
-
 def kinds(history: list[Operation], **options: bool) -> set[str]:
-    return {violation.kind for violation in check(by_workers(history), **options)}
+    by_workers = [dataclasses.replace(one, worker=number) for number, one in enumerate(history)]
+    return {violation.kind for violation in check(by_workers, **options)}
 
 
 MAY_HAPPEN = {

@@ -231,10 +231,6 @@ class Served:
                 check_payload(*self.sent[unique], payload)
         assert not self.session.surprises, self.session.surprises[0]
 
-    def interrupt_all(self) -> None:
-        for unique in list(self.session.waiting.by_unique):
-            self.request(Opcode.INTERRUPT, 0, wire.INTERRUPT_IN.pack(unique))
-
     def let_go(self) -> None:
         """Do what the kernel does before it unmounts: release every handle, forget every node."""
         for fh, handle in list(self.nodes.handles.items()):
@@ -362,7 +358,8 @@ async def serving(mode: str = "cached") -> AsyncIterator[Served]:
             served = Served(store, nursery, passthrough=mode != "cached")
             telling.start_soon(served.tasks.run)
             yield served
-            served.interrupt_all()
+            for unique in list(served.session.waiting.by_unique):
+                served.request(Opcode.INTERRUPT, 0, wire.INTERRUPT_IN.pack(unique))
             await served.finish()
             assert {unique: len(found) for unique, found in served.replies.items()} == {
                 unique: count for unique, count in served.expected.items() if count

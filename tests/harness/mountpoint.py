@@ -225,15 +225,11 @@ class Mount(Closing):
 
     def abort(self) -> None:
         """Make every waiting request fail: the daemon's death ends the connection."""
-        minor = self._minor()
+        minors = [one.device.split(":")[1] for one in mounts() if one.mountpoint == str(self.path)]
         self.kill9()
-        if minor is not None:
+        for minor in minors[:1]:
             with contextlib.suppress(OSError):
                 Path(f"/sys/fs/fuse/connections/{minor}/abort").write_text("1")
-
-    def _minor(self) -> int | None:
-        minors = [one.device.split(":")[1] for one in mounts() if one.mountpoint == str(self.path)]
-        return int(minors[0]) if minors else None
 
     def close(self) -> None:
         living.discard(self)

@@ -94,14 +94,10 @@ class StoreNode(Daemon):
         """Take the space of its memory away, all but `leave_bytes`."""
         assert self._own_memory, "this would fill the memory of the machine"
         with self._filler.open("ab") as file:
-            while (size := self._free_bytes() - leave_bytes) > 0:
+            while (size := shutil.disk_usage(self._memory).free - leave_bytes) > 0:
                 # The node writes, too.
                 with contextlib.suppress(OSError):
                     os.posix_fallocate(file.fileno(), os.fstat(file.fileno()).st_size, size)
-
-    def _free_bytes(self) -> int:
-        status = os.statvfs(self._memory)
-        return status.f_bavail * status.f_frsize
 
     def unfill(self) -> None:
         self._filler.unlink(missing_ok=True)
