@@ -104,7 +104,8 @@ def members(as_json: bool, config_path: str | None) -> None:
     for member in found:
         record = member.record
         role = f"{record.role} {record.root}".rstrip()
-        days = map(_day, (record.issued_s, record.expires_s, record.revoked_s))
+        times_s = record.issued_s, record.expires_s, record.revoked_s
+        days = [time.strftime("%Y-%m-%d", time.gmtime(at_s)) if at_s else "-" for at_s in times_s]
         rows.append((record.name, role, member.state, *days, member.serial[:16]))
     columns = ("name", "role", "state", "issued", "expires", "revoked", "serial number")
     print_table(columns, rows)
@@ -210,7 +211,3 @@ def _with_ca(config_path: str | None) -> tuple[ClusterConfig, str]:
     if config.cluster.ca is None:
         raise MountError(f"cluster {config.cluster.name!r} has no CA; it was made with --no-tls")
     return config, os.path.dirname(config.cluster.ca)
-
-
-def _day(time_s: int) -> str:
-    return time.strftime("%Y-%m-%d", time.gmtime(time_s)) if time_s else "-"

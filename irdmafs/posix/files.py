@@ -226,8 +226,11 @@ class Files(Part):
         content = self._content(handle)
         if whence not in (os.SEEK_DATA, os.SEEK_HOLE):
             raise fail(errno.EINVAL)
-        if not content.extent:
+        is_here = self._cache.host.table.is_here(content)
+        if not content.extent or not (is_here or offset < content.base.size):
             raise fail(errno.ENXIO)
+        if not is_here:  # it is too large for that, and its holes are not known
+            return offset if whence == os.SEEK_DATA else content.base.size
         with self._store.extents.opened(content.extent) as fd:
             if self._cache.in_place.is_alone(content, handle.node):
                 return os.lseek(fd, offset, whence)
@@ -243,6 +246,8 @@ class Files(Part):
         target = self._handle(fh_out, writing=True)
         length = min(length, _COPIED_MAX_BYTES)
         copied = 0
+        if source.extent and not self._cache.host.table.is_here(source):
+            raise fail(errno.EOPNOTSUPP)  # the kernel reads and writes, then
 
         def change(out: int) -> None:
             nonlocal copied

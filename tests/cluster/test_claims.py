@@ -39,11 +39,6 @@ def transactions(mount: ClusterMount) -> tuple[int, int]:
     return found["transactions"] - found["lease_transactions"], found["barriers"]
 
 
-def is_claimed(cluster: Cluster, directory: Path) -> bool:
-    key = claim_key(directory.stat().st_ino)
-    return key[1:] in cluster.etcd.get(cluster._prefix(key[:1].decode()))
-
-
 def test_a_file_costs_one_transaction_and_a_name_that_nobody_saw_none(
     cluster: Cluster, maker: ClusterMount, there: Path
 ) -> None:
@@ -77,7 +72,8 @@ def test_a_directory_costs_one_transaction_and_each_file_in_it_one(
         (here / f"{number}").mkdir()
         for name in ("a", "b"):
             (here / f"{number}" / name).write_bytes(b"content")
-        assert is_claimed(cluster, here / f"{number}")
+        key = claim_key((here / f"{number}").stat().st_ino)
+        assert key[1:] in cluster.etcd.get(cluster._prefix(key[:1].decode()))
     made = transactions(maker)[0] - before
     assert made <= 3 * DIRECTORIES + cluster.plan.buckets
     assert sorted(os.listdir(there / "0")) == ["a", "b"]

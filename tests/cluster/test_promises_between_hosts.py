@@ -390,6 +390,11 @@ def test_a_file_larger_than_cache_is_readable(cluster: Cluster, here: Path, ther
     with (folder / "file").open("rb") as file:
         assert version_of(file.read()) == 5
         assert os.pread(file.fileno(), 1000, 20 * MIB) == content[20 * MIB : 20 * MIB + 1000]
+        assert os.lseek(file.fileno(), 5, os.SEEK_DATA) == 5
+        assert os.lseek(file.fileno(), 5, os.SEEK_HOLE) == len(content)
+        with (folder / "part").open("wb") as part:
+            assert os.copy_file_range(file.fileno(), part.fileno(), 1000, 20 * MIB) == 1000
+        assert (folder / "part").read_bytes() == content[20 * MIB : 20 * MIB + 1000]
         write(here / "file", pattern(6, 24 * MIB))
         assert os.pread(file.fileno(), 1000, 10 * MIB) == content[10 * MIB : 10 * MIB + 1000]
     assert read_version(folder / "file") == 6

@@ -247,10 +247,6 @@ class Served:
         assert not self.nodes.handles
         assert list(self.nodes.by_id) == [ROOT]
 
-    def release_all(self) -> None:
-        for fh, handle in list(self.nodes.handles.items()):
-            self.request(Opcode.RELEASE, handle.node.id, wire.RELEASE_IN.pack(fh, 0))
-
 
 def message(
     opcode: int, nodeid: int, body: bytes, *, unique: int, pid: int = 4242, uid: int = 0
@@ -715,7 +711,8 @@ async def test_an_open_whose_name_means_another_busy_file_at_its_second_try_gets
         error, fh = opened(served, lookup(served, b"file"), flags)
         assert error == 0
         assert served.nodes.handles[fh].node.ino == served.nodes.by_id[new].ino
-        served.release_all()
+        for fh, handle in list(served.nodes.handles.items()):
+            served.request(Opcode.RELEASE, handle.node.id, wire.RELEASE_IN.pack(fh, 0))
 
 
 def busy(served: Served, name: bytes, flags: int) -> int:

@@ -378,7 +378,7 @@ async def put_together(cluster: Cluster, transfers: Iterable[Transfer]) -> None:
                 by_node.setdefault(node, []).append((transfer, *begun))
 
     async def send(node: int, parcels: list[tuple[Transfer, GroupConfig, Put]]) -> None:
-        for some in in_batches(parcels, _bytes_of, PUTS_MAX, PUT_BYTES_MAX):
+        for some in in_batches(parcels, lambda one: len(one[2].data), PUTS_MAX, PUT_BYTES_MAX):
             try:
                 await cluster.peers.device(node).put_all([put for _, _, put in some])
             except OSError as error:
@@ -390,10 +390,6 @@ async def put_together(cluster: Cluster, transfers: Iterable[Transfer]) -> None:
     async with trio.open_nursery() as nursery:
         for node, parcels in by_node.items():
             nursery.start_soon(send, node, parcels)
-
-
-def _bytes_of(parcel: tuple[Transfer, GroupConfig, Put]) -> int:
-    return len(parcel[2].data)
 
 
 async def digests_of(fd: int, size: int, layout: Layout) -> bytes:
