@@ -83,8 +83,7 @@ class ClusterConfig:
         """Return the address on which a node listens: without `listen`, the one from which etcd is reached
         if there are credentials (or `insecure`), else loopback.
 
-        Raises ConfigError for an address that cannot be resolved, and where nodes without credentials
-        would be open to the network.
+        Raises ConfigError for an address that is none, and for one that opens nodes without credentials.
         """
         is_open = self.cluster.secured or self.cluster.insecure
         if self.node.listen:
@@ -112,8 +111,7 @@ class ClusterConfig:
 
 
 def find_config(path: str | None = None) -> str | None:
-    """Return the configuration file: `path`, $IRDMAFS_CONFIG, /etc/irdmafs/cluster.toml if it exists, or
-    None."""
+    """Return the configuration file: `path`, $IRDMAFS_CONFIG, or /etc/irdmafs/cluster.toml if there."""
     chosen = path or os.environ.get(PATH_VARIABLE)
     if chosen:
         return os.path.abspath(chosen)

@@ -36,8 +36,7 @@ _file = partial(Option, is_path=True)
 class ClusterSection:
     """The cluster's name, its etcd, and this process's credentials.
 
-    In the paths of certificates and keys, "{role}" stands for node, mount, reader or admin, so that one
-    file serves all processes."""
+    "{role}" in paths of certificates and keys stands for the role, so one file serves all processes."""
 
     name: Annotated[str, _serve("The cluster's name", "NAME")] = "default"
     etcd: Annotated[
@@ -175,8 +174,7 @@ class ClusterSection:
         )  # fmt: skip
 
     def engine(self, role: "Role", timeout_s: float = 60.0) -> "EtcdEngine":
-        """Return the engine of the cluster's keys in etcd, not opened yet. A reader's reaches etcd through
-        store nodes. Raises ConfigError."""
+        """Return the engine of the cluster's keys, not opened; a reader asks nodes. Raises ConfigError."""
         from ..etcd.engine import EtcdEngine
 
         if role == "reader":

@@ -22,8 +22,7 @@ _NOT_CREATED = GroupConfig(0, ()), 0
 
 
 class Groups(RecordKeeper):
-    """The configuration of every placement group, with the revision that put it. Nodes create the groups
-    of the pools that mounts want."""
+    """The configuration of every placement group, and its revision. Nodes create the groups of pools."""
 
     prefixes = (b"g", b"w")
 
@@ -37,8 +36,7 @@ class Groups(RecordKeeper):
         self.pool_wanted: list[Callable[[int], None]] = []
 
     def get(self, group: int) -> tuple[GroupConfig, int]:
-        """Return a group's configuration and its mod_revision. One that has not been created has no
-        members, and 0."""
+        """Return a group's configuration and its mod_revision; no members and 0 before it is created."""
         return self.configs.get(group, _NOT_CREATED)
 
     def pools(self) -> set[int]:
@@ -73,8 +71,7 @@ class Groups(RecordKeeper):
 
     async def ensure(self, replica: Replica, pool: int, placement: Placement) -> None:
         """Create the groups of a pool, if this is the first use of it, where Members.placement() has them.
-        When others create the same groups, the first one decides. Returns when all are known here. Raises
-        OSError EHOSTUNREACH."""
+        When others create them, too, the first decides. Return when all are known. Raises EHOSTUNREACH."""
         while missing := self.missing(pool, placement.buckets)[:CREATED_AT_ONCE]:
             made = [(group, GroupConfig(1, placement.target(group))) for group in missing]
             puts = [Put(group_key(group), encode(config)) for group, config in made]

@@ -59,8 +59,7 @@ class History(RecordKeeper):
             raise WentBack(described(reports))
 
     async def wait_resolved(self, error: WentBack) -> bool:
-        """Wait until etcd's newest data are back, or a new epoch has begun. Return True if the data are
-        back: nothing has changed meanwhile."""
+        """Wait until etcd's newest data are back, or a new epoch has begun. Return if they are back."""
         log.error("%s", error.strerror)
         self._engine.calls.doubt(error)
         if self._session is not None:

@@ -64,8 +64,7 @@ now_s: Final = partial(time.clock_gettime, time.CLOCK_BOOTTIME)
 
 
 class Session:
-    """The lease of a store node, or of a mount (`node` 0). `record` may be told by `update` before
-    `run`."""
+    """The lease of a store node, or of a mount (`node` 0). `update` may give `record` before `run`."""
 
     def __init__(
         self,
@@ -103,8 +102,7 @@ class Session:
         return max(0.0, self.valid_until - now_s())
 
     async def wait_valid(self, within_s: float = math.inf) -> int:
-        """Wait until the session is valid, and return its number. Raises SessionEnded after `release`, and
-        OSError ETIMEDOUT after `within_s`."""
+        """Wait until the session is valid; return its number. Raises SessionEnded, ETIMEDOUT."""
         if self.valid():
             return self.number
         with trio.move_on_after(within_s):
@@ -129,8 +127,7 @@ class Session:
         """Register, keep the lease, and register anew whenever it is lost; until `release`.
 
         `verify` is awaited before each registration: a store node must not count as alive before it has
-        checked what it keeps. It may raise OSError, and is called again later. `on_lost` is called when
-        the session is known to be gone.
+        checked what it keeps. After an OSError it is called again. `on_lost`: the session is gone.
 
         Raises OSError only if the very first registration fails, and Removed.
         """

@@ -225,8 +225,7 @@ class Members(RecordKeeper):
         return self._seen.get(lease, 0)
 
     async def wait_acked(self, followers: Callable[[], Mapping[int, int]]) -> None:
-        """Wait until each of the followers (leases) has acknowledged its revision, is none any more, or its
-        session has ended."""
+        """Wait until each follower (lease) has acknowledged its revision, is none any more, or ended."""
         numbers, seen = self._numbers, self._seen
         while True:
             for lease, revision in followers().items():

@@ -80,8 +80,7 @@ class Removal:
         return lost
 
     async def wait_usable(self, node: int, patience_s: float) -> int:
-        """Wait until the groups that were lost with a node have begun anew, and return how many have not
-        after `patience_s`."""
+        """Wait until a node's lost groups have begun anew; return how many have not after `patience_s`."""
         with trio.move_on_after(patience_s):
             while self._lost_groups(node):
                 await self._groups.changed()

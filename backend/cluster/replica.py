@@ -49,8 +49,7 @@ class Replica:
     barriers of the engine. Waits end with OSError ETIMEDOUT after the engine's time-out.
 
     Keys of no known form do not come to consumers: `faults` are told of them. They forget what was wrong
-    with a record when it changes. `history`, the first consumer, tells when the engine's data can be
-    trusted (None: always).
+    with a record when it changes. `history`, the first consumer, tells when to trust the data.
     """
 
     def __init__(
@@ -81,8 +80,7 @@ class Replica:
         self._watching = trio.CancelScope()
         self._waiting: list[tuple[int, int, trio.Event]] = []
         self._order = count()
-        # Barriers in the order of their calls; an answer serves all calls that were made before its
-        # request was sent.
+        # Barriers in the order of their calls; an answer serves the calls made before its request.
         self._asked = 0
         self._answered = 0
         self._answer: int | OSError = 0
@@ -114,15 +112,13 @@ class Replica:
             )
 
     async def transact(self, compares: Compares, operations: Operations) -> int:
-        """Apply a transaction (see EtcdEngine.transact), and return its revision when all consumers know
-        it. Raises Conflict, OSError."""
+        """Apply a transaction; return its revision when all consumers know it. Raises Conflict, OSError."""
         revision = await self._engine.transact(compares, operations)
         await self.wait_applied(revision)
         return revision
 
     async def attempt(self, compares: Compares, operations: Operations) -> bool:
-        """Apply a transaction, and return whether its compares held, when all consumers know how things
-        are. Raises OSError."""
+        """Apply a transaction; return if its compares held, once all know the outcome. Raises OSError."""
         try:
             await self.transact(compares, operations)
         except Conflict:
@@ -152,8 +148,7 @@ class Replica:
         await self.wait_applied(answer)
 
     async def reload(self) -> None:
-        """Have all consumers loaded anew: one of them knows less than it did. Raises
-        trio.ClosedResourceError."""
+        """Have all consumers, of which one knows less, loaded anew. Raises trio.ClosedResourceError."""
         self._check_open()
         if self._reloaded is None:
             self._reloaded = trio.Event()

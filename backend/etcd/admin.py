@@ -1,9 +1,7 @@
-"""Administration of an etcd: its users and roles, its room and alarms, its history, and how well it is
-protected.
+"""Administration of an etcd: users and roles, room and alarms, history, and how well it is protected.
 
 A user is the CN of the certificate that etcd is shown. etcd raises the alarm NOSPACE when its file has
-reached its quota, and CORRUPT when its members differ. An alarm stays until it is taken back, also where
-there is room again.
+reached its quota, and CORRUPT when its members differ. It stays until it is taken back.
 """
 
 import errno
@@ -47,8 +45,7 @@ KeyRanges = Collection[tuple[bytes, bytes]]
 
 
 class Auth:
-    """Users, roles and authentication. Methods can be repeated: users and roles that exist stay. They raise
-    RpcError and OSError."""
+    """Users, roles and authentication. Methods can be repeated, and raise RpcError and OSError."""
 
     def __init__(self, calls: Calls) -> None:
         self._calls = calls
@@ -200,8 +197,7 @@ class EtcdRoom:
             tell(f"the alarm {pb.AlarmType.Name(alarm.alarm)} is taken back")
 
     async def compact(self, revision: int, *, at_once: bool = False) -> None:
-        """Have etcd compact the history before `revision`, for all its users. `at_once`: return when its
-        room is free."""
+        """Have etcd compact its history before `revision`. `at_once`: return when its room is free."""
         request = pb.CompactionRequest(revision=revision, physical=at_once)
         await self._calls.tell(rpc.COMPACT, request, unless=Status.OUT_OF_RANGE)
 

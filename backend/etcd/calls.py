@@ -89,8 +89,7 @@ class Calls:
             raise self.failure(error) from None
 
     async def tell(self, method: Method[A], request: Message, *, unless: Status) -> None:
-        """Make a call for what it does, unless etcd refuses with the status that says that it is done.
-        Raises OSError."""
+        """Make a call for what it does, unless a status says that it is done. Raises OSError."""
         try:
             await self.ask(method, request)
         except RpcError as error:
@@ -119,8 +118,7 @@ class Calls:
             raise WentBack(self._went_back.what)
 
     def doubt(self, error: WentBack) -> None:
-        """Have every call except those that read raise this error from now on. Doubting twice does
-        nothing."""
+        """Have every call except those that read raise this error from now on, if there is none yet."""
         if self._went_back is None:
             self._went_back = error
             for watch in list(self.watches):

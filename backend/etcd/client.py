@@ -132,8 +132,7 @@ class Client(ABC):
     async def call(
         self, method: Method[R], request: Message, *, timeout_s: float, try_s: float | None = None
     ) -> R:
-        """Repeat a call that may be repeated until etcd answers. The first try takes `try_s` at most (None:
-        the client's).
+        """Repeat a call until etcd answers. The first try takes `try_s` at most (None: the client's).
 
         Raises RpcError, NoAnswer, and OSError EACCES when another try cannot succeed.
         """
@@ -166,8 +165,7 @@ class DirectClient(Client):
     """Connections of one process to an etcd cluster.
 
     Used inside trio; runs in system tasks until `close`. `check_renewed` raises an error where certificates
-    must not be used that are there now. Raises ValueError and OSError for addresses and certificate files
-    that make no sense.
+    must not be used that are there now. Raises ValueError and OSError for senseless addresses and files.
     """
 
     def __init__(
@@ -266,8 +264,7 @@ class DirectClient(Client):
         return False
 
     async def _connected(self) -> Connection:
-        """Return the connection in use, or a new one to the first endpoint that accepts it. Raises
-        Unsent."""
+        """Return the connection in use, or one to the first endpoint that accepts it. Raises Unsent."""
         connection = self._connection
         if connection is not None and not connection.http2.draining:
             return connection
@@ -286,8 +283,7 @@ class DirectClient(Client):
 
     async def _first_of_all(self) -> Connection:
         """Connect to the endpoints, beginning with the current one, to each while those before have not
-        answered yet: a member that stands still or is cut off holds nobody up. Use the first connection
-        that is ready. Raises Unsent."""
+        answered yet: one that stands still holds nobody up. Use the first that is ready. Raises Unsent."""
         not_accepted = 0
 
         async def try_one(number: int, failed: trio.Event) -> None:

@@ -1,8 +1,6 @@
-"""An HTTP/2 connection to an endpoint of etcd: the socket, TLS on it, and a watchdog for a peer that does
-not answer.
+"""An HTTP/2 connection to an endpoint of etcd: socket, TLS, and a watchdog for a silent peer.
 
-Bytes are sent without waiting, or go into a buffer that a task empties: a caller that is cancelled never
-leaves half a frame behind.
+Bytes are sent at once, or by a task from a buffer: a cancelled caller leaves no half frame behind.
 """
 
 import contextlib

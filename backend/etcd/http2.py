@@ -319,8 +319,7 @@ class Stream:
             self._waiting = None
 
     def on_headers(self, headers: dict[str, str], *, last: bool) -> RpcError | None:
-        """Take the headers of the answer or, if they are the `last`, its status; return that if it is an
-        error. Raises ProtocolError."""
+        """Take the answer's headers or, if `last`, its status; return an error's. Raises ProtocolError."""
         if not self._answered:
             self._answered = True
             status, kind = headers.get(":status"), headers.get("content-type", "")

@@ -85,8 +85,7 @@ class Faults:
         self._found.clear()
 
     def well_formed(self, changes: Iterable[Change]) -> Sequence[Change]:
-        """Return the changes whose keys are as keys of their kind are, and forget what was wrong with the
-        values that they had."""
+        """Return the changes with keys of a known form, and forget what was wrong with their values."""
         found = []
         for change in changes:
             key = change.key

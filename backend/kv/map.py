@@ -118,8 +118,7 @@ class Map:
             raise self._failed(error) from error
 
     def range(self, start: bytes, end: bytes) -> Iterator[tuple[bytes, bytes]]:
-        """Yield the keys with start <= key < end, in order, and their values. The map must not change
-        meanwhile."""
+        """Yield start <= key < end in order, with values. The map must not change meanwhile."""
         try:
             cursor = self._txn.cursor()
             if cursor.set_range(start):
@@ -148,8 +147,7 @@ class Map:
     # -- changing ----------------------------------------------------------------------------------
 
     def begin(self, size: int = 0, *, urgent: bool = False) -> None:
-        """Begin a change, whose values have `size` bytes together. `urgent`: it may use the reserve. Raises
-        NoSpace."""
+        """Begin a change of `size` bytes of values. `urgent`: it may use the reserve. Raises NoSpace."""
         if len(self._changes) >= _OPEN_MAX:
             self.commit()
         self._begun = len(self._changes)
@@ -336,8 +334,7 @@ class Map:
         return self._spare_pages >= 0
 
     def _extend(self, size: int) -> bool:
-        """Make the file longer, so that `size` bytes fit in in a row, and return whether there was space.
-        No transaction may be open."""
+        """Make the file longer by `size` bytes in a row, outside of transactions; return if it could be."""
         step = max(_FIRST_BYTES, min(self._map_bytes // 4, _GROW_MAX_BYTES), 2 * size)
         after = self._map_bytes + step // _PAGE_BYTES * _PAGE_BYTES
         if self._fd >= 0:

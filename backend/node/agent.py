@@ -2,8 +2,7 @@
 
 Each node runs an agent, which changes the groups whose first live member in sync is this node. Two agents
 may both take themselves for a group's leader for a moment: each put compares the revision that it was
-decided on, so one of them fails and looks again. groups.next_step decides the next step; this module
-decides when.
+decided on, so one of them fails and looks again. groups.next_step decides what, this module when.
 """
 
 import logging
@@ -31,8 +30,7 @@ log = logging.getLogger(__name__)
 GATHER_S = 0.02
 RETRY_S = 1.0
 LOOK_ANYWAY_S = 10.0
-# A live node that a writer could not reach, or that was full, is given no groups for so long; twice as long
-# if it happens again soon.
+# How long a live node that was full or out of reach is given no groups; then twice as long.
 SHUN_FIRST_S = 5.0
 SHUN_MAX_S = 300.0
 PING_TIMEOUT_S = 2.0
@@ -45,8 +43,7 @@ _JOINING_AT_ONCE = 8
 
 
 class Agent:
-    """`ping` asks a node for a sign of life and raises OSError if there is none. `handover` decides when a
-    live member may be dropped."""
+    """`ping` raises OSError for a node without a sign of life. `handover` tells when to drop a live one."""
 
     def __init__(
         self,
@@ -107,8 +104,7 @@ class Agent:
             await trio.sleep(GATHER_S)
 
     async def evict(self, group: int, node: int) -> bool:
-        """Take a member that a writer cannot reach out of its group, if that is right. Return whether it is
-        not a member any more.
+        """Take a member that a writer cannot reach out of its group if that is right; return if it is out.
 
         Only a member that holds everything may do so, and only if it cannot reach the other one either.
         Raises OSError if etcd cannot be asked.
@@ -129,8 +125,7 @@ class Agent:
 
     async def leave(self) -> int:
         """Prepare a clean stop: take this node out of every group that has another live member in sync, so
-        that no writer waits for it. Return how many groups have none, and are not served until it is back.
-        Raises OSError."""
+        that no writer waits for it. Return how many groups have none, and wait for it. Raises OSError."""
         while True:
             alone = 0
             changes = {}
@@ -180,8 +175,7 @@ class Agent:
 
     async def _begin_anew(self) -> bool:
         """Empty the groups whose members in sync were all removed for good, once no inode names anything in
-        them (`irdmafs cluster remove --force` sees to that). They have no leader: the elected node does it.
-        Return whether there was any."""
+        them (`cluster remove --force`). The elected node does it. Return whether there was any."""
         self._waits_for_names = False
         if not self.housekeeping.acts():
             return False

@@ -44,8 +44,7 @@ from .named import Named, NamedContents
 
 log = logging.getLogger(__name__)
 
-# How many contents that went are remembered. An extent of one of them that arrives late (its sender was
-# stopped for a while) is refused.
+# How many contents that went are remembered: an extent of one of them that arrives late is refused.
 _REMEMBERED_GONE = 1 << 16
 _LEFT_KEPT_S = 600.0
 _TIDY_S = 10.0
@@ -107,8 +106,7 @@ class Catalog:
         self._found_unnamed: set[int] = set()
         self._gone: dict[int, None] = {}  # contents, the oldest first
         self._mine: set[int] = set()  # groups we are a member of
-        # Groups this node has left, of which it may still have extents: since when, and whether it saw
-        # itself leave.
+        # Groups that this node has left, and may have extents of: since when, and if it saw itself leave.
         self._left: dict[int, tuple[float, bool]] = {}
         self._busy = trio.Event()
         groups.group_changed.append(self._group_changed)
@@ -174,8 +172,7 @@ class Catalog:
         return Check(digests, part, run, tuple(map(named.group, run)))
 
     def allocated(self, extent: Extent, length: int) -> int:
-        """Return how many bytes of a named extent of this length lie outside holes, at most; the length if
-        its holes are too small to matter."""
+        """Return the most bytes of a named extent outside holes; its length if holes are too small."""
         named = self._named.get(extent.content)
         if named is None:
             return length
@@ -267,8 +264,7 @@ class Catalog:
             self._settle(Extent(named.content, stripe))
 
     def _bring_back(self, content: int) -> int:
-        """Take extents of a content that is named again, and belongs here, out of quarantine. Return how
-        many."""
+        """Take a content's extents, which belong here, out of quarantine. Return how many."""
         count, quarantine = 0, self.files.quarantine
         if content not in self._named:
             return 0
@@ -366,8 +362,7 @@ class Catalog:
         self, length: int, allocated: int, learn: Callable[[], Awaitable[None]] | None = None
     ) -> Incoming:
         """Make a file of `length` bytes, of which so many are allocated, for an extent that comes. If the
-        store is full, `learn` is awaited, and extents kept just in case are removed first. Raises OSError
-        ENOSPC."""
+        store is full, `learn` is awaited, and extents kept just in case are removed. Raises ENOSPC."""
         try:
             return await self.files.make(length, allocated)
         except OSError as error:
@@ -390,8 +385,7 @@ class Catalog:
             self.tidy(time.monotonic())
 
     def tidy(self, now: float) -> None:
-        """Free extents of groups that this node left for good or long ago (`now` is time.monotonic()), and
-        working copies whose mount is gone."""
+        """Free extents of groups left for good or long ago, and working copies whose mount is gone."""
         for group, (since, seen) in list(self._left.items()):
             if now - since > _LEFT_KEPT_S or not self._wanted(group):
                 self._free_left(group, seen)

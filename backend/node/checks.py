@@ -1,5 +1,4 @@
-"""Telling right bytes from wrong ones by comparing an extent's digest with its version's record; and the
-extents that were found to be wrong.
+"""Telling right bytes from wrong ones by an extent's digest and its version's record; the wrong ones.
 
 A record has a digest for each stripe, or, for contents with many stripes, one for each run of them (see
 files/digest.py). An extent of such a run is checked together with the digests that other nodes report of
@@ -76,8 +75,7 @@ class Checks:
         return found
 
     async def digest_of(self, node: int, extent: Extent) -> bytes | None:
-        """Return the digest of a node's copy, as `tell` does; b"" if it has none, None if it does not
-        say."""
+        """Return the digest of a node's copy as `tell` does; b"": it has none, None: it does not say."""
         try:
             if node == self._files.node:
                 return await self.tell(extent)

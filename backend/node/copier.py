@@ -144,8 +144,7 @@ class Copier:
 
     async def mend(self, config: GroupConfig, extent: Extent, size: int) -> bool | None:
         """Replace an extent that is wrong here with a right copy of another node. Return True if it was
-        replaced, or is not needed any more; None if a member in sync could not be asked. Raises OSError
-        ENOSPC."""
+        replaced or is not needed; None if a member in sync could not be asked. Raises ENOSPC."""
         unasked = set(config.in_sync) - {self._node}
         allocated = self._catalog.allocated(extent, size)
         with closing(await self._catalog.make_file(size, allocated)) as incoming:

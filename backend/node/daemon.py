@@ -59,8 +59,7 @@ from .state import ClusterState
 
 log = logging.getLogger(__name__)
 
-# The node's key has its free room. It is put again when that has changed by this share, or has changed by
-# so many bytes and then no more.
+# The node's key has its free room: put again when that has changed by this share, or by so many bytes.
 _SPACE_SHARE = 0.02
 _SPACE_BYTES = 4 << 20
 _SPACE_PERIOD_S = 5.0
@@ -96,8 +95,7 @@ async def serve_node(
 
 
 class _Turn:
-    """One run of the node. `stop` ends it in order, once it `serves`; `renewal` reads its certificates
-    again."""
+    """One run of the node. `stop` ends it once it `serves`; `renewal` reads its certificates again."""
 
     def __init__(self, patient: bool, waits: Callable[[str], None]) -> None:
         self.patient = patient

@@ -24,8 +24,7 @@ from ..transport import Extent
 
 log = logging.getLogger(__name__)
 
-# How long extents stay in quarantine. Memory costs more than disks, and a store in memory does not outlive
-# its machine.
+# How long extents stay in quarantine. Memory costs more, and ends with its machine.
 KEPT_ON_DISK_S = 7 * 86400.0
 KEPT_IN_MEMORY_S = 3600.0
 
@@ -62,8 +61,7 @@ class StoreDirectory:
             return None
 
     def write(self, name: str, data: bytes, *, hardened: bool) -> None:
-        """Replace such a file; one that is `hardened` survives a power loss. For any thread, one at a time
-        for each name."""
+        """Replace such a file; `hardened`: it survives a power loss. For any thread, one at a time each."""
         draft = f"{name}.new"
         flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC
         with open(os.open(draft, flags, 0o600, dir_fd=self.top), "wb") as file:
@@ -149,14 +147,12 @@ class Quarantine:
         self._add(extent, size, now)
 
     def move_out(self, extent: Extent, name: str, to_fd: int) -> None:
-        """Move an extent's file into another directory, as `name`: among the sealed ones again, or to be
-        removed. Raises FileNotFoundError."""
+        """Move an extent's file elsewhere, as `name`: sealed again, or removed. Raises ENOENT."""
         self._forget(extent)
         os.rename(extent_name(extent), name, src_dir_fd=self._fd, dst_dir_fd=to_fd)
 
     def due(self, wanted_bytes: int) -> list[Extent]:
-        """Return the extents that have been here for long enough, and as many of the oldest others as it
-        takes to free so many bytes."""
+        """Return the extents that are here long enough, and the oldest others that free so many bytes."""
         until = time.time() - self.kept_s
         found = []
         for extent, (size, since) in self._kept.items():

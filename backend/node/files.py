@@ -67,8 +67,7 @@ class FileFigures:
 
 class Files:
     """An open store directory, with at most `limit_bytes` of extents. Extents that nothing names are kept
-    for `quarantine_s` (None: the default of a disk, or of memory). `rdma` keeps files mapped, and can tell
-    which. Use as a context manager.
+    for `quarantine_s` (None: the default). `rdma` tells which files are mapped. Use as a context manager.
 
     Methods are for the event loop except where they say otherwise. Raises StoreInUse when another
     process has it open and kv.Damaged when node.json makes no sense.
@@ -214,8 +213,7 @@ class Files:
         return await trio.to_thread.run_sync(self.create, length)
 
     def create(self, length: int, allocated: int | None = None) -> Incoming:
-        """Make a file of `length` bytes with room for them, or a hole for which so many bytes are reserved.
-        For any thread.
+        """Make a file with room for `length` bytes, or a hole with so many reserved. For any thread.
 
         Raises OSError: ENOSPC; no file is left then.
         """
@@ -243,8 +241,7 @@ class Files:
 
     def seal(self, incoming: Incoming, extent: Extent) -> None:
         """Make an extent of a file whose bytes are complete and hardened. On a disk, call `settle` before
-        anybody relies on it. Raises OSError EEXIST if the extent is here: a sealed extent is never
-        replaced."""
+        anybody relies on it. Raises EEXIST if the extent is here: a sealed one is never replaced."""
         if extent in self._files:
             raise FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST), extent_name(extent))
         status = os.fstat(incoming.fd)
@@ -336,8 +333,7 @@ class Files:
 
     def free(self, extent: Extent) -> None:
         """Remove an extent at once. Its file is kept as a spare, or its memory goes with the next `reap`
-        (at once if it is small), or when the last descriptor is closed. One that is not here is no
-        error."""
+        (at once if it is small), or with its last descriptor. One that is not here is no error."""
         file, place = self._count_out(extent), self.place
         if file is None:
             return
@@ -371,8 +367,7 @@ class Files:
 
     def tidy_quarantine(self, wanted_bytes: int = 0) -> int:
         """Remove what has been in quarantine for long enough, and the oldest if the store has little room
-        or `wanted_bytes` are wanted at once. Their memory goes with the next `reap`. Return how many were
-        removed."""
+        or `wanted_bytes` are wanted. Their memory goes with the next `reap`. Return how many went."""
         if not len(self.quarantine):
             return 0
         space = self.space()

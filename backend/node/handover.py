@@ -72,8 +72,7 @@ class Handover:
         return False
 
     async def run(self, ready: Callable[[], None]) -> None:
-        """Carry out the checks that `may_step` asked for. `ready` is called when a member may be dropped
-        that could not be before."""
+        """Carry out what `may_step` asked for. `ready` is called when a member may be dropped by now."""
         while True:
             await self._wake.wait()
             self._wake = trio.Event()
@@ -109,8 +108,7 @@ class Handover:
     async def _is_kept(
         self, extent: Extent, staying: Iterable[int], leaving: Iterable[int]
     ) -> bool:
-        """Return whether every right copy, or possibly right one, of a leaving member is also on a staying
-        one."""
+        """Return whether every copy of a leaving member that may be right is on a staying one, too."""
         found: dict[int, _Copy] = {}
         for node in itertools.chain(staying, leaving):
             digest = await self._checks.digest_of(node, extent)

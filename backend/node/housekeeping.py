@@ -1,8 +1,7 @@
 """Tasks that one node does for the cluster: make groups, place them, and compact etcd's history.
 
 Every node runs this; the elected one (Members.elected) acts. The election need not be exact: two nodes may
-act for a moment, so targets are put by compare-and-swap, and compacting twice does no harm. Each node
-watches the room that etcd has.
+act for a moment, as targets are put by compare-and-swap. Each node watches the room that etcd has.
 """
 
 import errno
@@ -173,8 +172,7 @@ class EtcdFigures:
 
 
 class EtcdWatch:
-    """Asks etcd for its room from time to time, and logs what needs an administrator: an alarm stops the
-    whole cluster."""
+    """Asks etcd for its room from time to time, and logs an alarm, which stops the whole cluster."""
 
     def __init__(self, engine: EtcdEngine) -> None:
         self._engine = engine

@@ -92,8 +92,7 @@ class Identity:
         self.save()
 
     async def register(self, engine: EtcdEngine, weight: float, labels: dict[str, str]) -> None:
-        """Register the node with this weight and these labels; a known one keeps its state, up or draining.
-        Raises Removed, and OSError."""
+        """Register the node; a known one keeps its state, up or draining. Raises Removed, OSError."""
         if not self.admitted:
             if await admit(engine, self.node, NodeRecord("up", weight, labels)):
                 log.info("this store is new to the cluster")

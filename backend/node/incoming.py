@@ -18,8 +18,7 @@ whoever still refers to its pages would see what it is used for next. So a file 
     it has the right length  Exactly that of the new extent.
     it lies in memory        On a disk, a power loss could give it its old name back.
 
-A file for which one of these is in doubt is removed instead. Files that wait to be used again count as
-free room.
+A file for which one of these is in doubt is removed. Files that wait to be used again count as free.
 """
 
 import errno
@@ -247,12 +246,10 @@ class IncomingFiles:
         return None
 
     def _open(self, file: StoredFile) -> int:
-        """Open a file for another extent. Raises OSError: EBUSY if somebody has it open or mapped, EPERM if
-        it can never be used again."""
+        """Open a file for another extent. Raises EBUSY if it is in use, EPERM if it can never be used."""
         status = os.stat(file.name, dir_fd=self._fd)
         mapped = self._rdma.descriptors((status.st_dev, status.st_ino))
-        # A file that is mapped through several descriptors is refused: each would have to be asked for a
-        # lease.
+        # A file that is mapped through several descriptors is refused, as each would need a lease.
         if status.st_nlink > 1 or (mapped and not _is_ours_alone(mapped)):
             raise OSError(errno.EBUSY, "somebody else has it", file.name)
         os.chmod(file.name, 0o600 | OWN_FILE, dir_fd=self._fd)
@@ -312,8 +309,7 @@ def _is_ours_alone(descriptors: list[int]) -> bool:
     if len(descriptors) != 1:
         return False
     (fd,) = descriptors
-    # Opening the file while the lease is held sends a signal: by default SIGIO, which would end this
-    # process.
+    # Opening the file while the lease is held sends a signal, by default SIGIO, which would end us.
     fcntl.fcntl(fd, fcntl.F_SETSIG, signal.SIGURG)
     try:
         fcntl.fcntl(fd, fcntl.F_SETLEASE, fcntl.F_WRLCK)
@@ -324,8 +320,7 @@ def _is_ours_alone(descriptors: list[int]) -> bool:
 
 
 def working_copy(name: str) -> int | None:
-    """Return the content that a file in incoming/ is a mount's working copy of, None if it is the
-    node's."""
+    """Return the content that a file in incoming/ is a mount's copy of, None if it is the node's."""
     try:
         content = int(name, 16)
     except ValueError:

@@ -10,8 +10,7 @@ from ..namespace.numbers import subvolume_of
 
 
 class Named(NamedTuple):
-    """A content that an inode names. `groups` are those of its first stripes; the later ones are in the
-    same groups, in turn."""
+    """A content that an inode names. `groups` are those of its first stripes, and in turn of the others."""
 
     ino: int
     content: int

@@ -219,8 +219,7 @@ class Resync:
             del self._filling[group]
 
     async def _advance(self, group: int, filling: _Filling) -> bool:
-        """Do one round. Return whether there was progress. Raises OSError if a member or etcd could not be
-        asked."""
+        """Do one round; return if there was progress. Raises OSError if a member or etcd is away."""
         config, revision = self._cluster.groups.get(group)
         await self._cluster.session.wait_valid()
         await self._cluster.replica.wait_applied(revision)
@@ -266,8 +265,7 @@ class Resync:
         self, group: int, config: GroupConfig, denied: Sequence[Extent], known: set[Extent]
     ) -> None:
         """Find out about extents that every member in sync denies. Either they were superseded, which the
-        replica shows after a barrier, or they are nowhere: waiting for them would keep the group degraded
-        for ever."""
+        replica shows after a barrier, or nowhere, and must not keep the group degraded for ever."""
         await self._cluster.replica.barrier()
         if self._cluster.groups.get(group)[0] != config:
             return

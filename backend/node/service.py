@@ -1,7 +1,6 @@
 """A store node's answers to its peers: `Service` of the transport (backend/transport/service.py).
 
-It decides which peer may store which extent, and when an extent counts as stored; the transport moves the
-bytes.
+It decides which peer may store which extent, and when it counts as stored; the transport moves bytes.
 """
 
 import errno
@@ -37,8 +36,7 @@ _DAMAGE = (errno.ENOENT, errno.EIO, errno.EUCLEAN, errno.EBADMSG)
 
 
 class NodeService(Service[Incoming]):
-    """The service of one store node; Service says what each method promises. `figures` returns more to tell
-    in `status`.
+    """One store node; Service says what each method promises. `figures` returns more for `status`.
 
     After `close` nothing is received any more; extents that are here can still be read.
     """
@@ -68,8 +66,7 @@ class NodeService(Service[Incoming]):
     # -- taking in -------------------------------------------------------------------------------
 
     async def check_owner(self, peer: Peer, content: int) -> None:
-        """Do as Service says: the peer has the key of the session, which a process keeps for all its
-        sessions, one after another."""
+        """Do as Service says: the peer has the key of the session, the same for all of its process."""
         number = session_of(content)
         if number == peer.owned and number in self._cluster.members.sessions:
             return

@@ -71,8 +71,7 @@ class Caller:
 
 
 class Ends(NamedTuple):
-    """The addresses of a control connection. `there` is the peer's, from the kernel, `record` the node's
-    registration."""
+    """The addresses of a control connection. `there` is the peer's; `record` the node's registration."""
 
     family: socket.AddressFamily
     here: str
@@ -81,8 +80,7 @@ class Ends(NamedTuple):
 
 
 class Expected:
-    """An answer that is awaited inside of a `with` block: the one to a request, or a second one. `group` is
-    the group that a Fenced is about."""
+    """An answer that is awaited inside of a `with` block. `group` is the group that a Fenced is about."""
 
     def __init__(self, control: "ControlClient", group: int) -> None:
         self._control = control

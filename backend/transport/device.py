@@ -90,8 +90,7 @@ class Transfer(NamedTuple):
 
 class Sending(NamedTuple):
     """An extent on its way to a target: a part of a file. `passed` is called, from any thread, with bytes
-    that are in memory of this process. With `growth`, the file is still being received; else it may be
-    sparse."""
+    that are in memory of this process. With `growth`, it is still being received; else it may be sparse."""
 
     extent: Extent
     target: Target
@@ -103,8 +102,7 @@ class Sending(NamedTuple):
 
 class Way(Protocol):
     """The caller's end of a mover, to one store node. Moving raises OSError as Device's methods do, and
-    NotThisWay. `name` is the mover's. `shows_bytes`: bytes that are written pass through memory of this
-    process."""
+    NotThisWay. `name` is the mover's. `shows_bytes`: written bytes pass through this process's memory."""
 
     name: str
     shows_bytes: bool
@@ -114,8 +112,7 @@ class Way(Protocol):
 
     async def reach(self) -> int | None:
         """Return the Mbit/s at which the node is reached (0: not known), None if it is not reached in this
-        way now. Connections that are missing are set up first. Called if several ways suit a transfer.
-        Raises Unreachable."""
+        way now. Missing connections are set up first, if several ways suit. Raises Unreachable."""
 
     async def read(self, extent: Extent, start: int, into: FileRange, landed: Landed) -> None:
         """Do as Device.read; the file is long enough."""
@@ -150,8 +147,7 @@ class Device:
         self._counters.message_bytes += sum(len(put.data) for put in puts)
 
     async def get(self, extents: Sequence[Extent], limit: int) -> list[bytes | None]:
-        """Return small extents whole, in one round trip; None for those that the node does not have or
-        that are longer than `limit` bytes."""
+        """Return small extents whole, in one round trip; None for missing ones, and those above `limit`."""
         found: list[bytes | None] = []
         limit = min(limit, messages.PUT_BYTES_MAX)
         while len(found) < len(extents):
@@ -220,8 +216,7 @@ class Device:
             has_holes = is_sparse(status.st_size, status.st_blocks)
         sending = Sending(extent, target, source, passed, growth, has_holes)
         transfer = Transfer("write", source.length, is_sparse=has_holes)
-        # An extent that is being received waits for no other operation, as crossing chains would wait for
-        # each other.
+        # An extent that is being received waits for no other one: crossing chains would block each other.
         takes_turns = growth is None
         return self._move(transfer, lambda way: way.write(sending), takes_turns=takes_turns)
 

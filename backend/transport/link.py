@@ -137,8 +137,7 @@ class Link:
             control = ControlClient(self.caller, self.node, frames, ends, silent)
             control.start()
             return control
-        # A node that took long to be given up must not cost every caller as long again. This process may
-        # have stood still meanwhile.
+        # A node that took long to be given up must not cost every caller as long again.
         took_s = min(time.monotonic() - began, timeout_s)
         self._setback_s = min(SETBACK_MAX_S, max(SETBACK_FIRST_S, 2 * self._setback_s))
         if final and (why, final) != (self._why, self._distrusts):

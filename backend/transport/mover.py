@@ -57,8 +57,7 @@ class Serving(Protocol):
     port: int = 0
 
     def connected(self, peer: Peer, local: str, nursery: trio.Nursery) -> Connection:
-        """Return the part for a control connection. `local` is this host's address on it, `nursery` ends
-        with it."""
+        """Return the part for a control connection to our address `local`; `nursery` ends with it."""
 
     def give_up(self, content: int) -> None:
         """Drop extents of this content that are being received: it will not be published."""

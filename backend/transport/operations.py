@@ -24,8 +24,7 @@ _READ_AT_ONCE = 16
 
 class Operation(NamedTuple):
     """One operation: the rights to it, in the order of ROLES; the kind of its answer; the handler, whose
-    OSErrors reach the caller. One that `is_short` waits for nothing, so that a task of its own would cost
-    more than the answer."""
+    OSErrors reach the caller. One that `is_short` waits for nothing: a task would cost more."""
 
     rights: Row
     answer: type[messages.Answer]
@@ -150,8 +149,7 @@ def _are_few(request: messages.Get) -> bool:
 async def _both(
     here: Callable[[], Awaitable[None]], further: Callable[[], Awaitable[None]]
 ) -> None:
-    """Do something on this node and on the rest of the chain at once. Raises the error of this node, or
-    else of one further down."""
+    """Do both at once. Raises the error of this node, or else of one further down the chain."""
     errors: list[OSError] = []
 
     async def hand_on() -> None:

@@ -83,8 +83,7 @@ class Peers:
         await self.device(node).link.ask(Ping(), Done)
 
     async def suspect(self, asked: int, group: int, node: int) -> bool:
-        """Have node `asked` check another member of the group, and return whether that is not a member any
-        more. Raises OSError."""
+        """Have node `asked` check another member; return whether it is none any more. Raises OSError."""
         return (await self.device(asked).link.ask(Suspect(group, node), Verdict)).yes
 
     async def scrub(self, node: int) -> None:

@@ -20,8 +20,7 @@ class Held(Protocol):
         """Return whether no other process ever had it open for writing, so that it cannot be truncated."""
 
     def lend(self) -> None:
-        """Note that its pages may be referred to for ever, by a socket's send queue for instance: the file
-        is never used for another extent."""
+        """Note that its pages may stay referred to, by a socket for instance: it is not used again."""
 
     def close(self) -> None: ...
 
@@ -51,8 +50,7 @@ class Service(Protocol[I]):
     async def admit(self, extent: Extent, target: Target) -> None:
         """Raise OSError unless this extent may be stored here now: Fenced; Unreachable if the node must not
         serve, or lags behind; ECANCELED if the writer's session is over or has given the content up; EINVAL
-        for a wrong target. A published version is not accepted from its writer any more, but copied from
-        another member."""
+        for a wrong target. A published version is copied from other members, not taken from its writer."""
 
     def size(self, extent: Extent) -> int | None:
         """Return the bytes of a sealed extent, which need not be stored again; None if it is not here."""
@@ -70,8 +68,7 @@ class Service(Protocol[I]):
 
     async def seal(self, extent: Extent, incoming: I) -> None:
         """Make a complete file a readable extent, which survives a power loss if the store is on a disk. If
-        it is here already, the first copy is kept. Raises OSError: as `admit`, EEXIST if the first one has
-        another length."""
+        it is here, the first copy is kept. Raises as `admit`, and EEXIST if that has another length."""
 
     def open(self, extent: Extent) -> int:
         """Return a read-only descriptor, which the transport closes; the file is lent. Called in threads.
@@ -114,8 +111,7 @@ EtcdForReaders: TypeAlias = Callable[[Peer, AskEtcd], Awaitable[EtcdSaid]]
 async def begin(
     service: Service[I], extent: Extent, target: Target, length: int, allocated: int | None = None
 ) -> I | None:
-    """Return a file to receive an extent into, None if it is here. Raises what Service's `admit` and
-    `create` do."""
+    """Return a file to receive an extent, None if it is here. Raises as Service.admit and `create`."""
     await service.admit(extent, target)
     if service.size(extent) == length:
         return None
@@ -129,8 +125,7 @@ async def check_right(
     asked: Asked,
     contents: Collection[int],
 ) -> None:
-    """Check the right of a peer to ask for something about contents. Raises OSError EACCES, and as
-    Service.check_owner."""
+    """Check the right to ask for something about contents. Raises EACCES, and as Service.check_owner."""
     role = peer.identity.role
     scope = may(rights, role, asked)
     if scope is Scope.NONE:

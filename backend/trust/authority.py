@@ -85,8 +85,7 @@ def alone_in(directory: str) -> Iterator[int]:
 
 def begin_ca_change(directory: str, cluster_name: str) -> None:
     """Make another certificate authority, which signs new certificates. `ca.pem` holds both, so
-    certificates of either are accepted. A change that was cut off is begun again. Raises
-    CredentialsError."""
+    certificates of either count. A change that was cut off is begun again. Raises CredentialsError."""
     path, key_path = (os.path.join(directory, file) for file in ("ca.pem", "ca.key"))
     with alone_in(directory) as descriptor:
         trusted = load_certificates(path)

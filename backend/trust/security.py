@@ -3,15 +3,13 @@
 A certificate names its owner in CN, with a number that no other certificate has, and the owner's role in
 OU. Every process that has a certificate signed by the cluster's CA is a member; there is no other list. A
 "reader" is a mount that changes nothing. Addresses of nodes and mounts change, so the peer's role is
-checked and not its DNS name. A mount's certificate may name a subvolume, by its inode number: etcd lets it
-change nothing else.
+checked and not its DNS name. A mount's certificate may name the subvolume that it is kept to.
 
 A reader's certificate is for store nodes only. It has a critical extension of our own: etcd, as every TLS
 server that follows RFC 5280, must refuse a certificate with a critical extension that it does not know.
 
 Certificates and keys are read again when their files change, while the process runs. The value that was
-loaded before stays in use until the files are valid again. So a process survives files that are damaged, or
-copied one after the other.
+loaded before stays in use until the files are valid again, so that they can be copied one by one.
 """
 
 import contextlib
@@ -183,8 +181,7 @@ class Credentials:
 
     @property
     def renewable(self) -> Renewable[_Loaded]:
-        """Return the contents of the files. Raises CredentialsError if they cannot be used the first
-        time."""
+        """Return the contents of the files. Raises CredentialsError if they cannot be used at first."""
         if self._renewable is None:
             self._renewable = Renewable((self.ca, self.cert, self.key), self._load)
         return self._renewable
@@ -228,8 +225,7 @@ class Credentials:
 
     def check(self) -> Identity:
         """Return the identity of these credentials. Raises CredentialsError if they cannot be used: a file
-        is missing or damaged, others can read the key, the certificate has expired, or is of another key
-        or CA."""
+        is missing or damaged, others can read the key, the certificate has expired or does not fit."""
         from cryptography.exceptions import InvalidSignature
 
         key = load_key(self.key)
@@ -265,8 +261,7 @@ class Credentials:
 
 
 def check_user(path: str, before: Identity | None, now: Identity | None) -> None:
-    """Raise CredentialsError if a certificate that replaces another one in a running process is of another
-    user."""
+    """Raise CredentialsError if a running process's new certificate is of another user."""
     if (before and (before.role, before.user)) == (now and (now.role, now.user)):
         return
     remedy = "start this process again to use it"
@@ -279,8 +274,7 @@ def check_user(path: str, before: Identity | None, now: Identity | None) -> None
 
 
 def peer_identity(connection: "ssl.SSLSocket | trio.SSLStream[Any]") -> Identity | None:
-    """Return the peer's identity of a TLS connection whose handshake is complete; None for a certificate
-    without a role."""
+    """Return the peer's identity in TLS after the handshake; None for a certificate without a role."""
     from cryptography import x509
 
     shown = connection.getpeercert(True)

@@ -57,9 +57,7 @@ def test_version_and_help_are_printed() -> None:
         ("irdmafs.backend.node.daemon", "numpy"),
     ],
 )
-def test_programs_start_without_libraries_that_they_seldom_need(
-    modules: str, libraries: str
-) -> None:
+def test_programs_start_without_libraries_they_seldom_need(modules: str, libraries: str) -> None:
     program = f"import sys, {modules}; print(set('{libraries}'.split()) & set(sys.modules))"
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
     assert done.stdout == "set()\n", done
@@ -112,9 +110,7 @@ def test_mounting_twice_names_the_daemon(mounted: Mount) -> None:
     assert "already mounted" in line and str(mounted.pid) in line
 
 
-def test_mounting_waits_for_an_unmount_that_has_begun(
-    mounted: Mount, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_mounting_waits_for_an_unmount(mounted: Mount, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(mounting, "_UNMOUNT_S", 60.0)
     path = str(mounted.path)
     # The program takes its time to start: the mount is found before it is unmounted.
@@ -190,9 +186,7 @@ def with_bad_daemon(own: Mount, body: str) -> list[str]:
 @pytest.mark.parametrize(
     ("end", "reason"), [("os.kill(os.getpid(), 9)", "signal 9"), ("os._exit(3)", "code 3")]
 )
-def test_daemon_that_dies_early_is_reported_with_its_last_words(
-    own: Mount, end: str, reason: str
-) -> None:
+def test_daemon_that_dies_early_has_its_last_words_told(own: Mount, end: str, reason: str) -> None:
     command = with_bad_daemon(own, f"print('last words', file=sys.stderr, flush=True); {end}")
     done = subprocess.run(command, capture_output=True, text=True, timeout=60)
     assert done.returncode == 1

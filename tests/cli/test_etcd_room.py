@@ -84,7 +84,7 @@ def test_an_alarm_that_was_raised_without_need_is_told_and_taken_back(cluster: C
     assert "room in etcd" in cluster.run("status").stdout
 
 
-def test_a_full_etcd_takes_writes_again_when_keys_were_removed_and_it_was_repaired(
+def test_a_full_etcd_takes_writes_when_keys_were_removed_and_it_was_repaired(
     cluster: Cluster,
 ) -> None:
     with pytest.raises(NoSpace):

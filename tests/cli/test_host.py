@@ -174,9 +174,7 @@ def test_an_automounter_can_mount_it(host: InstalledHost) -> None:
         ("none", "session=fast", "'fast' is not one of"),
     ],
 )
-def test_what_cannot_be_mounted_is_told(
-    tmp_path: Path, source: str, options: str, told: str
-) -> None:
+def test_what_cannot_mount_is_told(tmp_path: Path, source: str, options: str, told: str) -> None:
     done = CliRunner().invoke(mount_irdmafs, [source, str(tmp_path), "-o", options])
     assert done.exit_code == FAILED, done
     assert told in done.stderr
@@ -307,9 +305,7 @@ class Manager(Closing):
 
 
 @pytest.mark.parametrize("ends", ["signal", "umount"])
-def test_manager_is_told_when_a_mount_answers_and_when_it_ends(
-    place: Path, tmp_path: Path, ends: str
-) -> None:
+def test_manager_is_told_of_a_mounts_begin_and_end(place: Path, tmp_path: Path, ends: str) -> None:
     with Manager(f"@irdmafs-test-{os.getpid()}") as manager:
         daemon = manager.start("mount", "-f", place, "--store", tmp_path / "store")
         ready, status = manager.told()

@@ -215,9 +215,7 @@ def test_an_empty_path_is_not_the_current_directory(tmp_path: Path, words: tuple
 @pytest.mark.parametrize(
     "words", [("mount", "m"), ("versions", "f"), ("serve", "s", "--etcd", "h")]
 )
-def test_a_command_in_a_directory_that_was_removed_says_so(
-    tmp_path: Path, words: tuple[str, ...]
-) -> None:
+def test_a_command_in_a_removed_directory_says_so(tmp_path: Path, words: tuple[str, ...]) -> None:
     here = tmp_path / "here"
     here.mkdir()
     launcher = ("sh", "-c", 'cd "$0" && rmdir "$0" && exec "$@"', str(here))
@@ -238,9 +236,7 @@ def test_a_mount_that_has_another_below_it_names_that(mounted: Mount, tmp_path: 
 # -- other users
 
 
-def test_only_who_mounted_and_root_can_unmount_and_others_are_told_whose_it_is(
-    mounted: Mount,
-) -> None:
+def test_only_who_mounted_and_root_unmount_and_others_are_told_whose_it_is(mounted: Mount) -> None:
     line = one_line(irdmafs("umount", mounted.path, launcher=AS_NOBODY_WHO_OPENS_ALL))
     assert "was mounted by root (user 0)" in line
     assert mounted.is_mounted()

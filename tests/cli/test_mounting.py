@@ -242,9 +242,7 @@ _HOLDERS = {
 
 
 @needs_root
-def test_processes_that_keep_a_mount_busy_are_named(
-    mountpoint: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_who_keeps_a_mount_busy_is_named(mountpoint: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("irdmafs.mount.users._PATIENCE_S", 60.0)
     holders: dict[str, Program] = {}
     with mounted_tmpfs(mountpoint):
@@ -339,9 +337,7 @@ def test_daemon_waits_for_who_looks_at_whether_its_store_is_free(
     os.close(lock_directory(str(tmp_path), "it is in use"))
 
 
-def test_cache_is_emptied_while_no_daemon_can_take_it(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_cache_is_emptied_without_a_daemon(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     cache, taken = str(tmp_path), list[bool]()
     (tmp_path / "cluster").write_text("cluster.toml")
     monkeypatch.setattr("shutil.rmtree", lambda *_, **__: taken.append(is_locked(cache)))

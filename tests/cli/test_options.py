@@ -62,9 +62,7 @@ def test_a_declared_setting_has_a_flag_of_its_type_and_shows_its_default() -> No
     assert "internal" not in page
 
 
-def test_a_flag_overrides_a_key_of_the_file_and_its_absence_does_not(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_a_flag_overrides_a_key_and_its_absence_does_not(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(SECTIONS, "added", Section)
     seen: dict[str, dict[str, object]] = {}
 

@@ -285,9 +285,7 @@ def test_safetensors_reads_what_is_published(
 
 @PROPERTY
 @given(state=tensors)
-def test_what_safetensors_saves_is_read(
-    store: client.Store, state: dict[str, np.ndarray[Any, Any]]
-) -> None:
+def test_safetensors_are_read(store: client.Store, state: dict[str, np.ndarray[Any, Any]]) -> None:
     path = Path(store.path) / "theirs.safetensors"
     path.unlink(missing_ok=True)
     safetensors.numpy.save_file(state, path, {"format": "np"})
@@ -605,9 +603,7 @@ DAMAGED_SAFETENSORS = {
 
 
 @pytest.mark.parametrize("defect", DAMAGED_SAFETENSORS)
-def test_damaged_safetensors_file_is_a_format_error(
-    store: client.Store, directory: Path, defect: str
-) -> None:
+def test_damaged_file_is_a_format_error(store: client.Store, directory: Path, defect: str) -> None:
     path = directory / "m.safetensors"
     path.write_bytes(DAMAGED_SAFETENSORS[defect])
     uses: list[Callable[[], object]] = [

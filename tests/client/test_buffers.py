@@ -45,9 +45,7 @@ ARRAYS = {
 
 
 @pytest.mark.parametrize("name", sorted(ARRAYS))
-def test_an_array_is_shown_as_it_is_mapped(
-    store: client.Store, buffer: client.Buffer, name: str
-) -> None:
+def test_an_array_is_shown_as_mapped(store: client.Store, buffer: client.Buffer, name: str) -> None:
     store[name] = ARRAYS[name]
     found = store.read_into(name, buffer)
     assert np.array_equal(found, ARRAYS[name])
@@ -98,9 +96,7 @@ def test_damaged_files_are_told_from_missing(store: client.Store, buffer: client
             store.read_into(name, buffer)
 
 
-def test_a_shorter_file_shows_nothing_of_the_one_before(
-    store: client.Store, buffer: client.Buffer
-) -> None:
+def test_a_shorter_file_shows_no_former_one(store: client.Store, buffer: client.Buffer) -> None:
     store.publish_state_dict({"tensor": np.arange(1000)})
     store.state_dict("model.safetensors", into=buffer)
     Path(f"{store.path}/model.safetensors").write_bytes(b"\x40")

@@ -61,9 +61,7 @@ def test_a_tensor_comes_back_as_published(store: client.Store, device: str, dtyp
         )
 
 
-def test_a_state_dict_of_many_small_and_some_large_tensors_is_whole(
-    store: client.Store, device: str
-) -> None:
+def test_a_state_dict_of_small_and_large_tensors_is_whole(store: client.Store, device: str) -> None:
     expected = {f"layer{i}": torch.randn(i % 13, 17) for i in range(200)}
     expected |= {f"large{i}": torch.randn(3 * MIB // 4) for i in range(3)}
     expected["half"] = torch.randn(33).to(torch.bfloat16)
@@ -116,9 +114,7 @@ def test_all_tensors_are_of_the_version_that_was_current_when_it_began(
     assert all(same(tensor, torch.full((MIB,), 1.0)) for tensor in found.values())
 
 
-def test_what_is_missing_is_a_key_error_and_what_torch_does_not_know_a_type_error(
-    store: client.Store,
-) -> None:
+def test_what_misses_is_a_key_error_and_an_unknown_type_a_type_error(store: client.Store) -> None:
     store["dates"] = np.zeros(3, "datetime64[s]")
     with pytest.raises(KeyError):
         store.to_device("nothing", "cpu")

@@ -111,9 +111,7 @@ def test_a_held_version_stays_whole(here: Path, there: Path) -> None:
         pass
 
 
-def test_who_may_only_read_holds_a_version_and_keeps_nobody_out(
-    folder: Path, nobody: Process
-) -> None:
+def test_who_may_only_read_holds_a_version_and_stops_nobody(folder: Path, nobody: Process) -> None:
     versions = client.Versions(folder, keep=1)
     publish(versions, 1)
     nobody.do("import fcntl, os, struct; fd = os.open(path, os.O_RDONLY)", path=f"{folder}/.held/1")

@@ -67,9 +67,7 @@ def test_nothing_that_is_stored_is_ever_written(
         assert (found[:6], found[100:105]) == (b"edited", b"again")
 
 
-def test_closing_publishes_once_where_the_store_takes_the_very_file(
-    beside: Cluster, folder: Path
-) -> None:
+def test_closing_publishes_once_where_the_node_takes_it(beside: Cluster, folder: Path) -> None:
     for size in (100, MIB):
         (folder / "file").write_bytes(pattern(1, size))
         version = os.getxattr(folder / "file", "user.irdmafs.version")
@@ -170,9 +168,7 @@ def test_a_file_of_several_stripes_stays_whole_when_it_is_written_in_place(strip
     assert striped.read_bytes() == b"edited" + pattern(1, 3 * MIB)[6:]
 
 
-def test_a_file_is_fetched_whose_working_copy_the_node_has_removed(
-    beside: Cluster, striped: Path
-) -> None:
+def test_a_file_is_fetched_whose_working_copy_was_removed(beside: Cluster, striped: Path) -> None:
     """As it does some time after the mount was cut off."""
     left = (beside.nodes[0].store / "incoming").iterdir()
     max(left, key=lambda path: path.stat().st_mtime_ns).unlink()

@@ -36,9 +36,7 @@ def made(file: Path, content: bytes = b"") -> Path:
     return file
 
 
-def test_files_of_one_name_have_the_same_groups_stripe_by_stripe(
-    together: Path, there: Path
-) -> None:
+def test_files_of_one_name_have_the_same_groups_by_stripe(together: Path, there: Path) -> None:
     os.setxattr(together, "user.irdmafs.stripe_size", b"1M")
     content = bytes(3 * MIB)
     one, other = made(together / "a" / "0", content), made(together / "b" / "c" / "0", content)

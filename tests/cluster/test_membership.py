@@ -128,9 +128,7 @@ async def test_session_is_invalid_before_etcd_lets_its_key_go(keys: EtcdKeys) ->
 
 
 @pytest.mark.parametrize("has_lease", [False, True], ids=["revoked", "key deleted"])
-async def test_lost_session_is_followed_by_one_with_a_new_number(
-    keys: EtcdKeys, has_lease: bool
-) -> None:
+async def test_lost_session_is_followed_by_a_new_number(keys: EtcdKeys, has_lease: bool) -> None:
     lost = trio.Event()
     async with process(keys) as mount, trio.open_nursery() as nursery:
         session = mount.session
@@ -425,9 +423,7 @@ async def test_groups_of_a_pool_are_created_once_by_whoever_is_first(keys: EtcdK
     assert len(told) == len(set(told)) == 16
 
 
-async def test_a_damaged_record_of_a_group_is_no_reason_to_wait_for_that_group(
-    keys: EtcdKeys,
-) -> None:
+async def test_a_damaged_record_of_a_group_is_no_reason_to_wait_for_it(keys: EtcdKeys) -> None:
     async with EtcdEngine(keys.endpoints, keys.prefix) as engine:
         await engine.transact((), [Put(records.group_key(2 << 16 | 3), b"damaged")])
     async with process(keys) as one:
@@ -533,9 +529,7 @@ def assert_readable(made: Cluster, writer: Writer) -> None:
 
 
 @pytest.mark.parametrize("lacks", ["what was published meanwhile", "what its store has lost"])
-async def test_node_that_comes_back_copies_what_it_lacks_before_it_counts(
-    keys: EtcdKeys, lacks: str
-) -> None:
+async def test_node_that_comes_back_copies_before_it_counts(keys: EtcdKeys, lacks: str) -> None:
     async with watched(keys, 2) as (made, watcher, writer, _):
         for _ in range(20):
             await writer.publish(random.randbytes(1000))
@@ -694,9 +688,7 @@ async def test_etcd_forgets_its_history_after_a_while(keys: EtcdKeys) -> None:
         await settled(writer, watcher, 2)
 
 
-async def test_live_member_is_evicted_only_by_one_in_sync_that_cannot_reach_it(
-    keys: EtcdKeys,
-) -> None:
+async def test_live_member_is_evicted_only_by_one_in_sync_that_misses_it(keys: EtcdKeys) -> None:
     async with watched(keys, 2) as (made, watcher, writer, _):
         await settled(writer, watcher, 2)
         here, there = made.running.values()
@@ -725,9 +717,7 @@ class GoneOnceGranted(EtcdLeases):
 
 
 @pytest.mark.parametrize("node", [0, 7], ids=["of a mount", "of a node"])
-async def test_a_lease_that_ends_before_it_is_registered_is_followed_by_another(
-    keys: EtcdKeys, node: int
-) -> None:
+async def test_a_lease_that_ends_at_once_is_followed_by_another(keys: EtcdKeys, node: int) -> None:
     record = address(7) if node else MOUNT_RECORD
     async with EtcdEngine(keys.endpoints, keys.prefix) as engine, trio.open_nursery() as nursery:
         leases = engine.leases = GoneOnceGranted(engine.calls, 0)
@@ -739,7 +729,7 @@ async def test_a_lease_that_ends_before_it_is_registered_is_followed_by_another(
         await session.release()
 
 
-async def test_whoever_waits_for_a_session_that_is_ended_stops_in_order(
+async def test_who_waits_for_an_ended_session_stops_in_order(
     keys: EtcdKeys, tmp_path: Path
 ) -> None:
     async with (

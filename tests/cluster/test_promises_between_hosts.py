@@ -83,9 +83,7 @@ def test_a_new_file_is_seen_on_another_host_when_it_is_published(makers: list[Pa
 
 @pytest.mark.parametrize(("content", "access"), [(b"", os.O_RDWR), (b"content", os.O_WRONLY)])
 @pytest.mark.parametrize("means", ["close", "fsync", "rename", "link", "flock", "lockf", "join"])
-def test_a_new_file_is_seen_after(
-    makers: list[Path], means: str, content: bytes, access: int
-) -> None:
+def test_a_new_file_is_seen(makers: list[Path], means: str, content: bytes, access: int) -> None:
     one, other = makers
     fd, name = os.open(one / "file", os.O_CREAT | os.O_EXCL | access), "file"
     os.write(fd, content)
@@ -259,9 +257,7 @@ def test_what_a_mapping_leaves_is_read_while_it_is_published(
 
 
 @pytest.mark.parametrize("change", ["overwrite", "unlink", "replace"])
-def test_reader_keeps_its_version_whatever_another_host_does(
-    here: Path, there: Path, change: str
-) -> None:
+def test_reader_keeps_its_version_whatever_others_do(here: Path, there: Path, change: str) -> None:
     size = 2 * MIB
     write(here / "file", pattern(1, size))
     with (there / "file").open("rb") as reader:
@@ -293,9 +289,7 @@ def test_a_new_file_that_stays_empty_has_one_time(here: Path, there: Path) -> No
 # -- where things are kept
 
 
-def test_as_many_nodes_keep_a_file_as_its_directory_says(
-    cluster: Cluster, here: Path, there: Path
-) -> None:
+def test_as_many_nodes_keep_a_file_as_is_set(cluster: Cluster, here: Path, there: Path) -> None:
     for replicas in (1, 2, 3):
         folder = here / str(replicas)
         folder.mkdir()
@@ -455,9 +449,7 @@ def test_the_cache_stays_within_its_limit(cluster: Cluster, pair: list[Path]) ->
     assert counters(small)["cache_bytes"] <= 16 * MIB
 
 
-def test_prefetched_files_are_opened_without_a_transfer(
-    cluster: Cluster, here: Path, there: Path
-) -> None:
+def test_prefetched_files_are_opened_at_once(cluster: Cluster, here: Path, there: Path) -> None:
     for i in range(5):
         write(here / f"file{i}", pattern(i, MIB))
     cluster.irdmafs("prefetch", there)

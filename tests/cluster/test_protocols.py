@@ -34,9 +34,7 @@ def cases(table: str, protocols: tuple[ModuleType, ...], *marks: Any) -> Iterato
         *cases("LARGE", (replication,), pytest.mark.slow, pytest.mark.timeout(1200)),
     ],
 )
-def test_promises_are_kept_in_every_order_of_events(
-    protocol: ModuleType, _what: str, bounds: Any
-) -> None:
+def test_promises_are_kept_in_every_order(protocol: ModuleType, _what: str, bounds: Any) -> None:
     explored = explore(protocol.Model(bounds))
     print(explored)
     assert explored.complete
@@ -50,9 +48,7 @@ def test_promises_are_kept_in_every_order_of_events(
         *cases("NEEDED", (replication,), pytest.mark.long),
     ],
 )
-def test_without_this_rule_there_is_a_way_to_harm(
-    protocol: ModuleType, rule: str, bounds: Any
-) -> None:
+def test_without_this_rule_there_is_harm(protocol: ModuleType, rule: str, bounds: Any) -> None:
     with pytest.raises(Broken) as broken:
         explore(protocol.Model(bounds, protocol.Rules(**{rule: False})))
     print(broken.value)

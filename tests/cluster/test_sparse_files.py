@@ -68,9 +68,7 @@ def test_a_file_larger_than_everything_is_kept_and_read_by_what_is_in_it(
     (here / "file").unlink()
 
 
-def test_a_file_with_a_hole_in_every_other_page_is_read_as_it_was_written(
-    here: Path, there: Path
-) -> None:
+def test_a_file_with_a_hole_in_every_other_page_is_read_as_written(here: Path, there: Path) -> None:
     content = bytearray(24 * MIB)
     with (here / "comb").open("wb") as file:
         file.truncate(len(content))

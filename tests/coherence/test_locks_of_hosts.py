@@ -271,9 +271,7 @@ for _ in range(2000):
     [("lockf", "a"), ("flock", "a"), ("flock", "w")],
     ids=["lockf", "flock", "emptied"],
 )
-def test_counter_loses_no_update(
-    pair: list[Path], process: TakeProcess, lock: str, mode: str
-) -> None:
+def test_no_update_is_lost(pair: list[Path], process: TakeProcess, lock: str, mode: str) -> None:
     (pair[0] / "count").write_text("0")
     counting = [process() for _ in range(4)]
     for number, one in enumerate(counting):

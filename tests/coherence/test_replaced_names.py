@@ -151,9 +151,7 @@ def test_an_open_for_reading_that_empties_a_file_can_read(here: Path, there: Pat
                 assert len(file.read()) in (0, SIZE)
 
 
-def test_an_open_for_reading_empties_what_another_host_has_just_put_there(
-    here: Path, there: Path
-) -> None:
+def test_an_open_for_reading_empties_what_a_host_just_put_there(here: Path, there: Path) -> None:
     (here / "file").touch()
     for n in range(100):
         (here / "new").write_bytes(pattern(n, SIZE))

@@ -51,9 +51,7 @@ def test_a_warm_open_deep_in_the_tree_costs_one_round_trip(mount: Mount) -> None
     assert cost["transactions"] == cost["round_trips"] == 0
 
 
-def test_publishing_over_a_small_file_costs_two_round_trips_and_the_asking_of_its_open(
-    mount: Mount,
-) -> None:
+def test_publishing_over_a_small_file_costs_two_round_trips_and_that_of_open(mount: Mount) -> None:
     folder = mount.path / "publish"
     folder.mkdir()
     (folder / "file").write_bytes(b"one")
@@ -129,9 +127,7 @@ def test_a_directory_that_is_looked_at_often_is_known_without_asking(mount: Moun
     assert spent(mount, before)["barriers"] == 0
 
 
-def test_directories_that_are_looked_at_once_are_not_followed_nor_is_what_leads_to_them(
-    mount: Mount,
-) -> None:
+def test_directories_looked_at_once_are_not_followed_nor_is_what_leads_there(mount: Mount) -> None:
     """Hosts that change something there would wait. They keep no other from being followed for long."""
     way = mount.path / "way"
     folders = [way / str(number) for number in range(300)]

@@ -96,9 +96,7 @@ def storm(mount: Mount, model: Path, version: int, rng: random.Random) -> tuple[
 
 @pytest.mark.timeout(max(120, ROUNDS * 5))
 @pytest.mark.kernel_session("what survives is decided below the sessions")
-def test_acknowledged_changes_survive_the_death_of_the_daemon(
-    own_mount: Mount, memory: Path
-) -> None:
+def test_acknowledged_changes_survive_the_daemons_death(own_mount: Mount, memory: Path) -> None:
     rng = random.Random(chosen_seed())
     version = 0
     for number in range(ROUNDS):

@@ -55,9 +55,7 @@ def read_ahead_at_most(mount: Mount, requests: int, folder: Path) -> None:
         subprocess.run(["umount", folder], check=True)
 
 
-def test_a_release_that_waits_behind_reads_leaves_the_version_whole(
-    mount: Mount, tmp_path: Path
-) -> None:
+def test_a_release_behind_reads_leaves_the_version_whole(mount: Mount, tmp_path: Path) -> None:
     read_ahead_at_most(mount, 1, tmp_path)
     file = mount.path / "weights"
     file.write_bytes(bytes([1]) * SIZE)

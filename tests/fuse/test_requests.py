@@ -39,9 +39,7 @@ def blocking(counted: Counter[str]) -> Counter[str]:
     return Counter({kind: n for kind, n in counted.items() if kind not in NOT_BLOCKING})
 
 
-def test_large_file_costs_a_handful_of_requests(
-    mount: Mount, folder: Path, process: TakeProcess
-) -> None:
+def test_large_file_costs_few_requests(mount: Mount, folder: Path, process: TakeProcess) -> None:
     file, size, worker = folder / "weights", 256 << 20, process()
     values = {"file": str(file), "size": size}
     with mount.requests() as counted:
@@ -65,9 +63,7 @@ def test_large_file_costs_a_handful_of_requests(
     os.unlink(file)
 
 
-def test_small_file_costs_a_handful_of_requests(
-    mount: Mount, folder: Path, process: TakeProcess
-) -> None:
+def test_small_file_costs_few_requests(mount: Mount, folder: Path, process: TakeProcess) -> None:
     worker = process()
     worker.do("os.chdir(folder); os.stat('.')", folder=str(folder))
     with mount.requests() as counted:
@@ -81,9 +77,7 @@ def test_small_file_costs_a_handful_of_requests(
     assert blocking(counted).total() <= 502, f"100 small files: {counted}"
 
 
-def test_listing_again_asks_for_no_attributes(
-    mount: Mount, folder: Path, process: TakeProcess
-) -> None:
+def test_listing_again_asks_no_attributes(mount: Mount, folder: Path, process: TakeProcess) -> None:
     lister = process()
     lister.do(
         "for n in range(1000):\n    with open(f'{d}/{n}', 'wb') as f: f.write(b'x')", d=str(folder)

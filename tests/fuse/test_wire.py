@@ -658,9 +658,7 @@ async def test_a_failed_creation_leaves_neither_handle_nor_node_nor_descriptor(
 
 
 @pytest.mark.parametrize("flags", [os.O_RDONLY, os.O_WRONLY | os.O_TRUNC])
-async def test_a_failed_open_leaves_the_file_as_it_was(
-    flags: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_a_failed_open_leaves_the_file(flags: int, monkeypatch: pytest.MonkeyPatch) -> None:
     def fails(connection: Connection, backing_fd: int) -> int:
         raise OSError(errno.ENOMEM, os.strerror(errno.ENOMEM))
 
@@ -760,9 +758,7 @@ async def test_nobody_joins_a_replacement_whose_opener_died_on_the_way(
 
 @pytest.mark.parametrize("content", [b"", b"weights"])
 @pytest.mark.parametrize("mode", ["passthrough", "cached"])
-async def test_opens_for_writing_that_never_came_back_leave_no_descriptor(
-    mode: str, content: bytes
-) -> None:
+async def test_opens_for_writing_that_were_lost_leave_nothing(mode: str, content: bytes) -> None:
     async with serving(mode) as served:
         node_id = write_whole(served, b"file", content)
         # An open that replaces the file is sent to another node. So is one that joins it while others read.

@@ -25,7 +25,7 @@ DIVIDED = frozenset(
     }
 )
 # The tests that wait for guests. They come last, and to the worker that started the guests.
-GUESTS = "tests/verbs/test_guest.py::test_what_is_promised_of_verbs_holds_in_a_guest"
+GUESTS = "tests/verbs/test_guest.py::test_promises_of_verbs_hold_in_a_guest"
 # Tests that have processes import torch: one unit of all kinds of mounts, so that it is imported once.
 _TORCH = "tests/posix/test_programs.py::test_torch_"
 _SESSION = re.compile(r"\[(kernel|pyfuse3|cluster)[-\]]")

@@ -149,9 +149,7 @@ def test_the_account_is_what_a_recount_finds(steps: Sequence[Step]) -> None:
     max_examples=8, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
 )
 @given(steps)
-def test_the_account_is_what_a_recount_finds_on_every_host(
-    keys: EtcdKeys, steps: Sequence[Step]
-) -> None:
+def test_the_account_is_a_recount_on_every_host(keys: EtcdKeys, steps: Sequence[Step]) -> None:
     """Their replicas lag behind, and a host that starts later agrees with them."""
     own = EtcdKeys(keys.server, new_prefix())
 

@@ -178,9 +178,7 @@ def test_a_content_may_change_hands_in_one_transaction(world: World) -> None:
 
 
 @pytest.mark.parametrize("forged", [Layout(2), Layout(2, 10), Layout(3)], ids=str)
-def test_a_forged_name_in_another_subvolume_takes_no_extent_away(
-    world: World, forged: Layout
-) -> None:
+def test_a_forged_name_in_another_subvolume_takes_no_extent(world: World, forged: Layout) -> None:
     content = world.session(5) << 24 | 1
     world.name(SUBVOLUMES[0] + 1, content, 77 if forged == Layout(2) else 100, forged)
     assert not world.catalog.is_published(content)
@@ -341,9 +339,7 @@ def test_working_copies_of_dead_mounts_go_and_those_of_live_ones_stay(world: Wor
     os.close(incoming.fd)
 
 
-def test_what_is_remembered_of_gone_contents_is_limited(
-    world: World, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_memory_of_gone_contents_is_limited(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(catalog_module, "_REMEMBERED_GONE", 10)
     content = world.session(5) << 24
     for number in range(1, 31):

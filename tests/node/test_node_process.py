@@ -299,9 +299,7 @@ async def test_a_node_tells_what_it_is_and_has(place: Place) -> None:
 
 
 @pytest.mark.parametrize("on_disk", [False, True], ids=["in memory", "on a disk"])
-async def test_a_killed_node_comes_back_with_what_it_had(
-    place: Place, tmp_path: Path, on_disk: bool
-) -> None:
+async def test_a_killed_node_keeps_what_it_had(place: Place, tmp_path: Path, on_disk: bool) -> None:
     place.settings = Settings(1, place.name, 1, BUCKETS, 0, TTL_S)
     node = place.add(store=tmp_path / "store" if on_disk else None)
     async with writing(place) as writer:

@@ -28,9 +28,7 @@ def aside(files: Files) -> set[Extent]:
 
 
 @pytest.mark.parametrize("how", ["restart", "reload"])
-def test_what_is_only_found_to_have_no_name_is_kept_and_comes_back_with_its_name(
-    world: World, how: str
-) -> None:
+def test_what_is_found_without_name_is_kept_until_it_has_its_name(world: World, how: str) -> None:
     content = world.published()
     now = dict(world.records)
     del world.records[key_of(b"i", 9)], world.records[key_of(b"m", 5)]

@@ -84,7 +84,7 @@ def test_a_round_finds_and_mends_what_nobody_reads(cluster: Cluster, here: Path)
     assert cluster.status()["health"] == "ok"
 
 
-def test_a_file_that_nobody_has_right_is_named_until_it_is_published_again(
+def test_a_file_that_nobody_has_right_is_named_until_published(
     cluster: Cluster, here: Path
 ) -> None:
     os.setxattr(here, "user.irdmafs.replicas", b"1")

@@ -166,9 +166,7 @@ def contents(memory: Path) -> Iterator[Contents]:
 ONE = ContentId(1)
 
 
-def test_what_mount_on_this_host_has_opened_is_never_used_again(
-    files: Files, contents: Contents
-) -> None:
+def test_what_a_mount_here_has_opened_is_never_used_again(files: Files, contents: Contents) -> None:
     for number in (1, 2):
         keep(files, number)
     assert contents.borrow(ONE, files.directory)
@@ -250,9 +248,7 @@ async def test_extent_of_an_application_is_copied_once_into_a_file_that_is_used_
     assert is_used_again(files, CONTENT)
 
 
-def test_content_that_is_fetched_never_takes_the_place_of_a_file_that_is_here(
-    contents: Contents,
-) -> None:
+def test_content_that_is_fetched_never_takes_the_place_of_a_file_here(contents: Contents) -> None:
     changes: Any = contents._member.changes
     for number, is_published in ((ONE, False), (ContentId(2), True)):
         os.close(contents.make(number, 10))
@@ -369,9 +365,7 @@ def test_nothing_is_spare_when_there_is_hardly_any_room(small_tmpfs: Path) -> No
         assert not list((small_tmpfs / "store/incoming").iterdir())
 
 
-def test_what_is_not_used_for_a_while_goes(
-    files: Files, memory: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_is_not_used_goes(files: Files, memory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     keep(files, 1)
     files.free(Extent(1, 0))
     files.incoming.give_up_spares(SPARE_S)

@@ -40,9 +40,7 @@ def contents_of(files: Files, extent: Extent) -> bytes:
         return os.pread(fd, 1 << 20, 0)
 
 
-def test_a_store_is_one_node_of_one_cluster_for_as_long_as_its_directory_lives(
-    memory: Path,
-) -> None:
+def test_a_store_is_one_node_of_one_cluster_as_long_as_its_directory_lives(memory: Path) -> None:
     with Files(f"{memory}/store") as files:
         node = files.node
         files.identity.bind("one")
@@ -120,9 +118,7 @@ def test_what_is_allocated_cannot_be_taken_by_others(small_tmpfs: Path) -> None:
 
 
 @pytest.mark.parametrize("size", [100, 3 << 20], ids=["small", "large"])
-def test_a_freed_extent_is_gone_by_name_and_stays_for_who_reads_it(
-    files: Files, memory: Path, size: int
-) -> None:
+def test_a_freed_extent_goes_and_stays_for_readers(files: Files, memory: Path, size: int) -> None:
     keep(files, Extent(CONTENT, 0), b"x" * size)
     fd = files.open(Extent(CONTENT, 0))
     files.free(Extent(CONTENT, 0))
@@ -161,9 +157,7 @@ def test_a_working_copy_is_taken_over_without_a_copy(files: Files, memory: Path)
     assert files.incoming.working_copies() == {}
 
 
-def test_nothing_but_the_contents_own_working_copy_is_taken_over(
-    files: Files, memory: Path
-) -> None:
+def test_only_the_contents_own_working_copy_is_taken_over(files: Files, memory: Path) -> None:
     incoming = files.create(10)
     os.symlink("/etc/passwd", memory / f"store/incoming/{CONTENT:x}")
     os.mkfifo(memory / f"store/incoming/{CONTENT + 1:x}")
@@ -180,9 +174,7 @@ def test_nothing_but_the_contents_own_working_copy_is_taken_over(
     os.close(incoming.fd)
 
 
-def test_a_store_on_a_disk_is_power_safe_and_one_in_memory_need_not_be(
-    memory: Path, tmp_path: Path
-) -> None:
+def test_a_store_on_a_disk_is_power_safe_one_in_memory_not(memory: Path, tmp_path: Path) -> None:
     with Files(f"{memory}/store") as files:
         assert not files.power_safe
     on_disk = subprocess.check_output(["stat", "-f", "-c", "%T", tmp_path], text=True).strip()

@@ -79,9 +79,7 @@ def test_portable_session_refuses_what_pyfuse3_does_not_hand_on(session: str, fo
 
 
 @pytest.mark.kernel_session("pyfuse3 does not ask us about locks")
-def test_lock_in_the_way_is_told_by_its_range_whatever_its_kind(
-    file: Path, process: TakeProcess
-) -> None:
+def test_lock_in_the_way_is_told_by_range_of_any_kind(file: Path, process: TakeProcess) -> None:
     file.touch()
     holder = process()
     holder.do("f = open(file, 'r+b'); fcntl.lockf(f, fcntl.LOCK_EX, 7, 10)", file=str(file))

@@ -326,9 +326,7 @@ def test_what_was_written_to_a_file_without_a_name_is_published_with_its_first_b
 
 
 @needs_root
-def test_capabilities_in_a_user_namespace_of_its_own_give_a_user_nothing(
-    folder: Path, tmpfs: Path
-) -> None:
+def test_capabilities_in_a_user_namespace_give_its_user_nothing(folder: Path, tmpfs: Path) -> None:
     def seen(place: Path) -> Any:
         place.chmod(0o755)
         program = place / "program"

@@ -206,9 +206,7 @@ def test_a_remounted_daemon_repeats_no_counter(new_mount: Callable[..., Mount]) 
         assert int(os.getxattr(mount.path, f"{CHANGES}.{count}")) > count + 20
 
 
-def test_requests_are_the_same_while_somebody_waits(
-    folder: Path, mount: Mount, process: TakeProcess
-) -> None:
+def test_who_waits_costs_no_requests(folder: Path, mount: Mount, process: TakeProcess) -> None:
     watched, other = folder / "watched", folder / "other"
     for directory in (watched, other):
         (directory / "below").mkdir(parents=True)
@@ -269,9 +267,7 @@ def test_the_table_forgets_directories_asked_for_long_ago(monkeypatch: pytest.Mo
     assert table.count(2) > second
 
 
-async def test_a_directory_that_somebody_waits_for_is_not_forgotten(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+async def test_an_awaited_directory_is_not_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(watches, "_WATCHED_MAX", 1)
     monkeypatch.setattr(watches, "_FORGOTTEN_AFTER_S", 0.0)
 

@@ -87,9 +87,7 @@ def test_handles_outlive_the_daemon_and_never_lead_to_another_file(own_mount: Mo
         open_by(own_mount.path, handles[3])
 
 
-def test_a_handle_of_a_version_that_was_replaced_leads_to_the_file(
-    own_mount: Mount, reader: Process
-) -> None:
+def test_handle_of_a_replaced_version_leads_to_the_file(own_mount: Mount, reader: Process) -> None:
     file = own_mount.path / "file"
     file.write_bytes(b"first")
     reader.do("held = open(f, 'rb')", f=str(file))

@@ -257,9 +257,7 @@ def test_listing_has_the_inodes_of_files_that_are_being_replaced(
     assert (reader.do("before.read()"), file.read_bytes()) == (b"before", b"after")
 
 
-def test_names_that_stay_are_listed_once_while_others_come_and_go(
-    folder: Path, process: TakeProcess
-) -> None:
+def test_names_that_stay_are_listed_once_among_others(folder: Path, process: TakeProcess) -> None:
     stay = {f"stay{n}" for n in range(200)}
     go = {f"go{n}" for n in range(200)}
     for pair in zip(sorted(stay), sorted(go), strict=True):

@@ -138,9 +138,7 @@ def test_a_directory_cannot_be_polled_for_changes(folder: Path) -> None:
         poller.register(fd, select.EPOLLPRI)
 
 
-def test_who_writes_is_not_told_of_its_own_version_and_may_always_read_and_write(
-    folder: Path,
-) -> None:
+def test_who_writes_is_not_told_of_its_own_version_and_may_read_and_write(folder: Path) -> None:
     with open(folder / "file", "w+b", buffering=0) as file:
         poller, both = select.poll(), select.POLLIN | select.POLLOUT
         poller.register(file, both | select.POLLPRI)

@@ -67,9 +67,7 @@ def version(file: Path) -> int:
     return int(os.getxattr(file, "user.irdmafs.version"))
 
 
-def test_who_opens_for_writing_joins_a_version_that_is_being_written(
-    file: Path, process: TakeProcess
-) -> None:
+def test_who_opens_for_writing_joins_who_is_writing(file: Path, process: TakeProcess) -> None:
     file.write_bytes(b"the old version")
     writer, joiner, reader = process(), process(), process()
     reader.do("f = open(file, 'rb')", file=str(file))

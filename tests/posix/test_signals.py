@@ -77,9 +77,7 @@ def test_names_change_once_while_a_timer_ticks(cluster: Cluster, ticking: list[i
     ("number", "after_tick"),
     [(signal.SIGKILL, False), (signal.SIGTERM, False), (signal.SIGQUIT, True)],
 )
-def test_who_is_ended_while_it_waits_ends(
-    cluster: Cluster, number: signal.Signals, after_tick: bool
-) -> None:
+def test_who_waits_can_be_ended(cluster: Cluster, number: signal.Signals, after_tick: bool) -> None:
     (cluster.mounts[0].path / "wanted").write_bytes(os.urandom(MIB))
     source = (
         "import os, resource, signal, sys\n"
@@ -125,9 +123,7 @@ def test_an_interrupt_from_the_keyboard_ends_a_wait_for_a_file(cluster: Cluster)
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_a_close_goes_on_when_its_program_is_asked_to_end(
-    cluster: Cluster, number: signal.Signals
-) -> None:
+def test_a_close_goes_on_when_its_program_ends(cluster: Cluster, number: signal.Signals) -> None:
     """As one does that writes a last checkpoint then."""
     path = cluster.mounts[0].path / f"checkpoint-{number}"
     is_closing = came(cluster.mounts[0], "FLUSH")

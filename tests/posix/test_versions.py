@@ -86,9 +86,7 @@ def test_contents_do_as_on_a_tmpfs(as_on_tmpfs: AsOnTmpfs, scenario: str) -> Non
 
 
 @pytest.mark.parametrize("exists", [False, True])
-def test_appends_of_several_processes_lose_nothing(
-    folder: Path, process: TakeProcess, exists: bool
-) -> None:
+def test_appends_of_several_lose_nothing(folder: Path, process: TakeProcess, exists: bool) -> None:
     file = folder / "log"
     if exists:
         file.write_bytes(b"")

@@ -55,9 +55,7 @@ def test_wrong_bytes_of_one_node_are_dropped_and_another_replica_is_read(
     )
 
 
-def test_a_mount_told_not_to_verify_neither_checks_nor_lets_others_check(
-    cluster: Cluster, here: Path
-) -> None:
+def test_a_mount_that_does_not_verify_lets_nobody_check(cluster: Cluster, here: Path) -> None:
     careless = cluster.add_mount("--no-verify").path / here.name
     contents = {"checked": new_content(300_000), "unchecked": new_content(300_000)}
     (here / "checked").write_bytes(contents["checked"])
@@ -116,9 +114,7 @@ class Nodes:
 @pytest.mark.parametrize("shows", [False, True])
 @pytest.mark.parametrize("mapped", [False, True])
 @pytest.mark.parametrize("change", [b"", b"x"])
-def test_what_was_written_on_while_it_was_sent_is_not_checked(
-    mapped: bool, change: bytes, shows: bool
-) -> None:
+def test_what_changed_when_sent_is_not_checked(mapped: bool, change: bytes, shows: bool) -> None:
     content = bytes(BLOCK_BYTES + 300_000)
     fd = os.memfd_create("content")
     os.pwrite(fd, content, 0)

@@ -152,9 +152,7 @@ async def test_what_another_mount_published_stays_as_it_is(
     fresh.close()
 
 
-async def test_numbers_of_another_session_cannot_be_taken_or_given_up(
-    cluster: Cluster, here: Path
-) -> None:
+async def test_numbers_of_another_session_are_not_to_be_had(cluster: Cluster, here: Path) -> None:
     """The victim goes on writing while each of its next numbers is put first, or given up, by another."""
     written = {f"file{i}": os.urandom(1 + i * 40_000) for i in range(12)}
     (here / "first").write_bytes(bytes(777))
@@ -175,9 +173,7 @@ async def test_numbers_of_another_session_cannot_be_taken_or_given_up(
     fresh.close()
 
 
-async def test_a_session_under_another_certificates_name_has_no_rights(
-    cluster: Cluster, here: Path
-) -> None:
+async def test_a_session_under_another_name_has_no_rights(cluster: Cluster, here: Path) -> None:
     (here / "file").write_bytes(bytes(888))
     async with attacking(cluster, of_certificate="somebody-else") as attacker:
         inode = attacker.file(888)
@@ -206,9 +202,7 @@ async def test_what_a_mount_published_is_not_replaced_by_it(cluster: Cluster, he
         assert contents_on_nodes(cluster, own) == [b"x" * size] * 2
 
 
-async def test_an_extent_that_is_longer_than_any_file_is_refused(
-    cluster: Cluster, here: Path
-) -> None:
+async def test_an_extent_longer_than_any_file_is_refused(cluster: Cluster, here: Path) -> None:
     """It is one hole, and takes no room; but nodes would read it for years when they check it."""
     async with attacking(cluster) as attacker:
         (here / "file").write_bytes(bytes(555))

@@ -38,9 +38,7 @@ def reader(made: Cluster) -> ClusterMount:
     return made.add_mount(certificate="reader")
 
 
-def test_a_reader_sees_what_was_published_and_what_is_published_later(
-    made: Cluster, reader: ClusterMount
-) -> None:
+def test_a_reader_sees_what_was_and_what_is_published(made: Cluster, reader: ClusterMount) -> None:
     writer = made.mounts[0].path
     assert sorted(os.listdir(reader.path / "models")) == ["link", "small", "weights"]
     assert (reader.path / "models/weights").read_bytes() == b"w" * 300_000

@@ -41,9 +41,7 @@ def issue(cluster: Cluster, name: str) -> None:
     cluster.administer("cert", name, "--role", "mount")
 
 
-def test_a_revoked_mount_is_cut_off_and_another_certificate_of_its_name_is_let_in(
-    cluster: Cluster,
-) -> None:
+def test_a_revoked_mount_is_cut_off_and_another_one_of_its_name_is_let_in(cluster: Cluster) -> None:
     issue(cluster, "w1")
     mount = cluster.add_mount(certificate="mount-w1")
     (mount.path / "before").write_bytes(b"b" * 300_000)

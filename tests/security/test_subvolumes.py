@@ -146,9 +146,7 @@ def test_a_rule_for_placement_is_not_made_by_it(kept: ClusterMount) -> None:
         os.setxattr(kept.path / "models", "user.irdmafs.placement", b"zone=a")
 
 
-def test_a_certificate_is_for_a_new_directory_or_one_of_another_certificate(
-    made: Cluster, whole: Path
-) -> None:
+def test_a_certificate_is_for_a_new_directory_or_anothers_one(made: Cluster, whole: Path) -> None:
     said = give(made, "second-trainer", "/models/")
     assert "changes what is below /models alone" in said
     rows = made.administer("members")
@@ -214,9 +212,7 @@ def record_of(made: Cluster, path: Path) -> bytes:
     return records[os.stat(path).st_ino.to_bytes(8, "big")]
 
 
-async def test_a_forged_content_is_not_freed_for_the_file_that_has_it(
-    made: Cluster, whole: Path
-) -> None:
+async def test_a_forged_content_is_not_freed_for_who_has_it(made: Cluster, whole: Path) -> None:
     top, size = os.stat(whole / "models").st_ino, 300_000
     value, forged = record_of(made, whole / "others/large"), top + (1 << 30)
     await forge(
@@ -230,9 +226,7 @@ async def test_a_forged_content_is_not_freed_for_the_file_that_has_it(
     fresh.close()
 
 
-async def test_contents_that_it_names_first_are_published_by_their_writers(
-    made: Cluster, whole: Path
-) -> None:
+async def test_contents_it_names_first_are_published_by_writers(made: Cluster, whole: Path) -> None:
     give(made, "tenant", "apart")
     tenant = made.add_mount(certificate="mount-tenant").path
     for directory, first in ((whole / "others", 1 << 31), (tenant / "apart", 1 << 32)):

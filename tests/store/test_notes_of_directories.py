@@ -69,9 +69,7 @@ async def test_others_may_change_a_directory_much_that_is_just_about_to_be_follo
         assert not leases._asking
 
 
-async def test_nothing_is_kept_of_a_directory_that_could_not_be_made(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+async def test_nothing_is_kept_of_a_directory_never_made(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("irdmafs.backend.store.remote.claims.is_draft", lambda *_: True)
     async with trio.open_nursery() as nursery:
         mount = mount_of(Etcd(), nursery)

@@ -30,9 +30,7 @@ def test_push_with_nan_or_infinity_is_refused(run: Path, shards: int, value: flo
 
 
 @pytest.mark.parametrize("shards", [1, 3])
-def test_push_that_does_not_fit_the_model_or_has_no_weight_is_refused(
-    run: Path, shards: int
-) -> None:
+def test_push_that_misfits_the_model_or_has_no_weight_is_refused(run: Path, shards: int) -> None:
     start(run, shards=shards)
     with Worker(run, "w") as worker:
         for gradients in ({"norm": np.zeros(4, np.float32)}, {"unknown": np.zeros(3)}, {}):

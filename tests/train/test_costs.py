@@ -162,9 +162,7 @@ def cost_of(mount: Mount, use: Callable[[], object]) -> tuple[Counter[str], dict
     return counted, {name: after[name] - before[name] for name in names if before}
 
 
-def test_use_of_a_mount_costs_the_same_with_a_run_elsewhere_on_it(
-    new_mount: Callable[..., Mount],
-) -> None:
+def test_use_of_a_mount_costs_the_same_with_a_run_on_it(new_mount: Callable[..., Mount]) -> None:
     with new_mount() as mount:
         folder = mount.path / "folder"
         folder.mkdir()

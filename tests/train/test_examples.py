@@ -158,9 +158,7 @@ def test_scaling_is_printed_up_to_10000_workers_and_where_its_curves_are(tmp_pat
 @needs("sklearn")
 @needs("torch")
 @pytest.mark.slow
-def test_images_are_recognized_with_and_without_waiting_for_each_other(
-    place: Path, tmp_path: Path
-) -> None:
+def test_images_are_recognized_with_and_without_waiting(place: Path, tmp_path: Path) -> None:
     out = tmp_path / "out"
     arguments = ("--workers=2", "--steps=80", "--lr=0.01", "--sync=bsp", "--sync=async")
     printed = run("images.py", place / "run", *arguments, f"--out={out}")

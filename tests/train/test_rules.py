@@ -138,9 +138,7 @@ def test_a_rule_computes_its_formula(name: str, options: Mapping[str, Option]) -
 
 @needs("torch")
 @pytest.mark.parametrize(("name", "options", "optimizer"), OPTIMIZERS)
-def test_a_rule_is_the_optimizer_of_torch(
-    name: str, options: Mapping[str, Option], optimizer: str
-) -> None:
+def test_a_rule_is_that_of_torch(name: str, options: Mapping[str, Option], optimizer: str) -> None:
     size = 4099
     pushes, master = gradients(size), parameters(size)
     given = {**options_of(name), **options}

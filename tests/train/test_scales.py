@@ -78,9 +78,7 @@ def test_factors_are_those_of_the_elements_index(data: st.DataObject) -> None:
 
 
 @given(st.sampled_from(["F8_E4M3", "F8_E5M2"]), st.integers(1, 40), st.integers(1, 300), st.data())
-def test_sum_with_scales_is_that_of_numpy(
-    code: str, rows: int, columns: int, data: st.DataObject
-) -> None:
+def test_sum_with_scales_is_numpys(code: str, rows: int, columns: int, data: st.DataObject) -> None:
     dtype = {"F8_E4M3": ml_dtypes.float8_e4m3fn, "F8_E5M2": ml_dtypes.float8_e5m2}[code]
     random = np.random.default_rng(data.draw(st.integers(0, 1000)))
     pushes, expected = [], np.zeros(rows * columns, np.float32)
@@ -147,7 +145,7 @@ def test_parameter_with_the_name_of_scales_is_a_parameter(run: Path) -> None:
     ],
     ids=["shape", "axes", "type", "NaN"],
 )
-def test_scales_that_do_not_fit_are_refused(
+def test_misfitting_scales_are_refused(
     place: Path, shards: int, scales: Array, reason: str
 ) -> None:
     run = start(place / "run", {"w": np.zeros((300, 200), np.float32)}, shards=shards)

@@ -142,7 +142,7 @@ RULES: dict[str, tuple[dict[str, float | bool], Callable[[Any], Any]]] = {
 
 # The norm of the gradients is above 0.05 in all steps.
 @pytest.mark.parametrize(("rule", "clip_norm"), [("sgd", 0.0), ("adamw", 0.05)])
-def test_two_workers_train_as_one_process_with_both_batches(
+def test_two_workers_train_as_one_on_both_batches(
     folder: Path, rule: str, clip_norm: float
 ) -> None:
     options, alone = RULES[rule]

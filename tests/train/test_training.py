@@ -288,9 +288,7 @@ def test_two_files_of_one_worker_count_one_after_the_other(run: Path, tmp_path: 
     assert everywhere(run, 3)
 
 
-def test_file_that_is_written_anew_before_it_is_planned_counts_as_it_is(
-    run: Path, tmp_path: Path
-) -> None:
+def test_file_written_anew_before_it_is_planned_counts_as_it_is(run: Path, tmp_path: Path) -> None:
     start(run)
     with Reducer(run) as reducer, Worker(run, "b") as worker:
         for weight in ("1", "3"):
@@ -415,9 +413,7 @@ def test_newest_of_more_versions_than_an_answer_of_the_mount_can_tell_is_found(r
             look(worker.train.versions, walks=False)
 
 
-def test_what_is_put_aside_does_not_pile_up_on_a_slow_host(
-    run: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_is_put_aside_does_not_pile_up(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("irdmafs.train.coordinator._TIDY_S", -1.0)
     start(run, shards=2)
     with Worker(run, "w") as worker, Reducer(run) as reducer:

@@ -110,9 +110,7 @@ def test_files_of_a_directory_with_very_many_are_not_there(folders: list[Path]) 
     assert list(by_path(look(folders[0]))) == ["file", "many"]
 
 
-def test_change_of_any_directory_ends_a_wait_and_else_its_time(
-    folders: list[Path], trees: Trees
-) -> None:
+def test_change_of_any_directory_ends_a_wait_or_its_time(folders: list[Path], trees: Trees) -> None:
     for folder in folders:
         trees.look(folder)
     trees.wait(0)

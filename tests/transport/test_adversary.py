@@ -186,9 +186,7 @@ async def test_a_request_that_passed_is_not_served_again(
         assert len(passage.passed[TO_MOUNT]) == answered
 
 
-async def test_a_preamble_that_passed_opens_nothing(
-    attacked: Attacked, caplog: pytest.LogCaptureFixture
-) -> None:
+async def test_a_preamble_opens_once(attacked: Attacked, caplog: pytest.LogCaptureFixture) -> None:
     async with attacked() as (cluster, relay):
         await cluster.write(Extent(1, 0), b"secret")
         preamble = bytes(relay.passages[0].passed[TO_NODE][: wire.PREAMBLE_BYTES])
@@ -275,9 +273,7 @@ async def test_a_forged_answer_acknowledges_nothing(attacked: Attacked) -> None:
 
 
 @pytest.mark.parametrize("direction", [TO_NODE, TO_MOUNT])
-async def test_what_is_said_in_a_control_connection_by_others_ends_it(
-    attacked: Attacked, direction: int
-) -> None:
+async def test_others_words_end_a_control_connection(attacked: Attacked, direction: int) -> None:
     async with attacked(kind="control") as (cluster, relay):
         await cluster.peers.device(1).put(Extent(1, 0), TARGET, b"content")
         [passage] = relay.passages
@@ -359,9 +355,7 @@ async def test_a_mount_is_refused_what_is_of_another_session(
 
 
 @pytest.mark.parametrize("op", wire.Op)
-async def test_a_right_that_a_ticket_does_not_give_is_refused_on_its_connection(
-    memory: Path, op: wire.Op
-) -> None:
+async def test_a_right_that_a_ticket_does_not_give_is_refused(memory: Path, op: wire.Op) -> None:
     async with in_cluster(memory, 1) as cluster:
         await cluster.peers.device(1).put(EXTENT, TARGET, b"published")
         service = cluster.service(1)

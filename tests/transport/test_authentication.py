@@ -42,9 +42,7 @@ def test_what_the_other_end_sends_is_believed(sent: list[tuple[bool, bytes]]) ->
 
 
 @given(st.data(), st.lists(st.binary(min_size=1, max_size=50), min_size=1, max_size=6))
-def test_what_was_changed_left_out_repeated_or_swapped_is_not(
-    data: st.DataObject, sent: list[bytes]
-) -> None:
+def test_changed_missing_repeated_or_swapped_is_not(data: st.DataObject, sent: list[bytes]) -> None:
     caller, node = ends()
     signed = [(message, caller.sign(message)) for message in sent]
     kind = data.draw(st.sampled_from(["changed", "left out", "repeated", "swapped", "another's"]))

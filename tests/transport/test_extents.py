@@ -527,9 +527,7 @@ async def test_a_source_that_is_too_short_is_an_error_and_not_an_extent(memory: 
         assert not cluster.service(1).sealed and not cluster.service(2).sealed
 
 
-async def test_a_full_target_is_enospc_and_the_node_is_not_blamed(
-    memory: Path, small_tmpfs: Path
-) -> None:
+async def test_full_target_is_enospc_and_no_node_is_blamed(memory: Path, small_tmpfs: Path) -> None:
     async with in_cluster(memory, 1) as cluster:
         await cluster.write(Extent(1, 0), random_bytes(20 * MiB))
         target = os.open(small_tmpfs / "target", os.O_RDWR | os.O_CREAT)

@@ -98,9 +98,7 @@ def test_a_sender_looks_for_a_reply_now_and_then(
         assert os.pread(target, 8, offset) == b"%08d" % offset
 
 
-def test_a_refusal_is_heard_while_the_bytes_are_still_being_sent(
-    ends: tuple[Counting, Counting],
-) -> None:
+def test_a_refusal_is_heard_while_bytes_are_being_sent(ends: tuple[Counting, Counting]) -> None:
     one, other = ends
     length = 1 << 40  # more than anybody would wait for
     source = os.memfd_create("endless")

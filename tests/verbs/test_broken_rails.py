@@ -96,9 +96,7 @@ async def test_a_long_read_is_divided_between_rails_and_many_operations_too(memo
 
 
 @pytest.mark.usefixtures("links")
-async def test_there_are_as_many_queue_pairs_as_are_asked_for_and_a_node_bounds_them(
-    memory: Path,
-) -> None:
+async def test_there_are_as_many_queue_pairs_as_asked_for_but_bounded(memory: Path) -> None:
     async with in_place(memory, Choice(queue_pairs=3)) as place:
         found = await lanes(place.peers, count=2)
         await until(lambda: all(lane.is_usable for lane in found._lanes))

@@ -132,9 +132,7 @@ async def test_errors_of_a_node_are_told_as_over_tcp(memory: Path) -> None:
         os.close(source)
 
 
-async def test_an_error_further_down_names_that_node_and_the_first_keeps_the_extent(
-    memory: Path,
-) -> None:
+async def test_an_error_further_down_names_its_node_and_the_first_keeps_all(memory: Path) -> None:
     data = random_bytes(5 * MiB)
     async with on_adapter(memory) as cluster:
         cluster.service(2).limit_bytes = MiB
@@ -256,9 +254,7 @@ async def test_a_writer_that_dies_leaves_nothing_on_the_node(memory: Path) -> No
 # -- a whole cluster -----------------------------------------------------------------------------
 
 
-def test_versions_of_a_cluster_move_by_rdma_and_over_tcp_where_it_is_off(
-    rdma_cluster: WholeCluster,
-) -> None:
+def test_versions_of_a_cluster_move_by_rdma_or_else_tcp(rdma_cluster: WholeCluster) -> None:
     data = random_bytes(5 * MiB)
     writer, _ = rdma_cluster.mounts
     readers = [rdma_cluster.add_mount("--rdma", choice) for choice in ("off", "require")]

@@ -100,9 +100,7 @@ def test_two_guests_move_bytes_by_rdma(guest_kernel: None) -> None:
 
 @pytest.mark.timeout(1500)
 @pytest.mark.guest_tests
-def test_what_is_promised_of_verbs_holds_in_a_guest(
-    guest_kernel: None, guest_tests: GuestTests
-) -> None:
+def test_promises_of_verbs_hold_in_a_guest(guest_kernel: None, guest_tests: GuestTests) -> None:
     """Each failure is shown as pytest shows it in the guest."""
     if find_ways():
         pytest.skip("this machine has RDMA: the tests marked verbs ran on it")

@@ -37,9 +37,7 @@ def moved_by_rdma(mount: ClusterMount) -> int:
     return moved
 
 
-def test_a_version_is_sent_once_however_soon_after_the_write_its_file_is_closed(
-    rdma_cluster: Cluster,
-) -> None:
+def test_a_version_is_sent_once_however_soon_its_file_is_closed(rdma_cluster: Cluster) -> None:
     """A kernel with coarse times (before 6.13) cannot tell a write after close from the one before it."""
     data = random.Random(1).randbytes(256 << 10)
     writer, _ = rdma_cluster.mounts
@@ -53,9 +51,7 @@ def test_a_version_is_sent_once_however_soon_after_the_write_its_file_is_closed(
     assert moved_by_rdma(writer) == moved + 16 * len(data)
 
 
-def test_a_file_that_was_truncated_after_its_version_was_sent_is_sent_as_it_is_now(
-    rdma_cluster: Cluster,
-) -> None:
+def test_a_file_truncated_after_its_version_was_sent_is_sent_anew(rdma_cluster: Cluster) -> None:
     first, second = (random.Random(seed).randbytes(2 * MiB) for seed in (1, 2))
     writer, reader = rdma_cluster.mounts
     moved = moved_by_rdma(writer)
@@ -203,9 +199,7 @@ async def read_window(path: VerbsPath, exposed: Exposed) -> bytes:
         return os.pread(target, MiB, 0)
 
 
-async def test_who_has_a_window_reads_what_was_there_when_the_version_is_superseded(
-    memory: Path,
-) -> None:
+async def test_who_has_a_window_reads_what_was_there_when_it_is_superseded(memory: Path) -> None:
     async with with_nodes(memory) as nodes:
         data = await nodes.write(1)
         path = await only_path(nodes.verbs.peers)
@@ -221,9 +215,7 @@ async def test_who_has_a_window_reads_what_was_there_when_the_version_is_superse
         assert nodes.reused == [1, 2]
 
 
-async def test_what_a_peer_was_given_ends_with_its_session(
-    memory: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_rights_end_with_their_session(memory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(way_module, "RETRY_S", 0.1)
     async with with_nodes(memory) as nodes:
         data = await nodes.write(1)

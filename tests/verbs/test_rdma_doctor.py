@@ -47,9 +47,7 @@ def no_device() -> None:
         pytest.skip("this machine has RDMA devices")
 
 
-def test_a_machine_without_rdma_is_told_how_to_get_it_and_that_tcp_does_meanwhile(
-    no_device: None,
-) -> None:
+def test_a_machine_without_rdma_is_told_how_to_get_it_and_that_tcp_is_used(no_device: None) -> None:
     check = doctor()["RDMA"]
     assert check["verdict"] == "info"
     assert "TCP and shared memory are used" in check["found"]

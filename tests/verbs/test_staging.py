@@ -150,9 +150,7 @@ async def test_many_transfers_share_few_slots(memory: Path) -> None:
         assert worker.peers.counters.fallbacks == 0
 
 
-async def test_a_transfer_that_stalls_leaves_slots_to_others(
-    memory: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_who_stalls_leaves_slots_free(memory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     go_on = threading.Event()
     copy = staging_module._read_file
 
@@ -257,7 +255,7 @@ async def test_a_slot_is_used_again_only_when_its_copy_has_ended(
         assert await worker.read(1, Extent(1, 0), 0, MiB) == data
 
 
-def test_a_training_loop_registers_nothing_and_no_parameter_byte_is_in_python(
+def test_training_registers_nothing_and_no_parameter_byte_is_in_python(
     rdma_cluster: Cluster,
 ) -> None:
     size_bytes = 6 * MiB

@@ -70,8 +70,7 @@ class ByteCode:
 
 
 class Authentication:
-    """One end of one data connection, the node's if it `listens`. `key` is the ticket's. For one thread at
-    a time."""
+    """One end of a data connection, the node's if it `listens`. `key` is the ticket's. For one thread."""
 
     def __init__(self, key: bytes, *, listens: bool) -> None:
         to_node, from_node = _keyed(key, _TO_NODE), _keyed(key, _FROM_NODE)

@@ -64,15 +64,13 @@ def check_progress(since: float, limit_s: float) -> None:
 
 
 class Channel:
-    """A data connection, used by one thread at a time; only `shutdown` is for any thread. It is the node's
-    end if it `listens`.
+    """A data connection, the node's end if it `listens`. Only `shutdown` is for several threads.
 
     `receive`, `send` and `send_file` return after TICK_S at the latest and raise BlockingIOError when
     nothing could be done. Other calls raise Silent when the peer makes no progress for `patience_s`:
     `timeout_s`, and longer at the node, so that the caller reports the error. All raise Lost when the
     connection is broken, and other OSErrors for what is wrong with the file. `clean` is false while a
-    request is under way: a connection that is left so cannot be used again. Messages can be exchanged once
-    `authenticate` was called."""
+    request is under way: such a connection cannot be used again. `authenticate` comes before messages."""
 
     def __init__(self, sock: socket.socket, timeout_s: float, *, listens: bool) -> None:
         self.sock = sock
@@ -142,8 +140,7 @@ class Channel:
         return message
 
     def next_message(self, decode: Callable[[bytes], T], *, wait: bool) -> T | None:
-        """Return the next message, decoded; None if it has not come, or does not come within a tick where
-        this may `wait`. Raises BadMessage."""
+        """Return the next message; None if it has not come (`wait`: in a tick). Raises BadMessage."""
         buffer = self._message
         while True:
             needed = LENGTH_BYTES + wire.MESSAGE_BYTES_MIN + CODE_BYTES

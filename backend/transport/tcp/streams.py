@@ -49,8 +49,7 @@ def piece_bytes(length: int) -> int:
 def send_range(
     channel: Channel, fd: int, offset: int, length: int, passed: Landed = nothing_landed
 ) -> Reply | None:
-    """Send a part of a file. `passed` is called with bytes that are in memory of this process, and their
-    place in the file.
+    """Send a part of a file. `passed` is called with bytes in this process's memory, and their place.
 
     Returns the peer's reply if it did not wait for everything, else None. Raises Lost when the peer takes
     nothing and says nothing for the channel's patience, and OSError: EIO when the file is too short.

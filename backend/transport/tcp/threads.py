@@ -47,8 +47,7 @@ async def in_threads(
 
 
 class _Running:
-    """Works that one task has started. A task of its own for each, as trio.to_thread takes, would cost more
-    than most of the works."""
+    """Works that one task has started. A task for each, as in trio.to_thread, would cost more than most."""
 
     def __init__(self, stop: Callable[[], None], places: trio.Semaphore | None) -> None:
         self.left = 0
@@ -129,8 +128,7 @@ class Promise:
             await self._ended.wait()
 
     def wait(self, limit_s: float, between: Callable[[], None]) -> None:
-        """Wait for the end of the work in a thread; `between` is called in every tick and may raise. Raises
-        Lost after `limit_s`."""
+        """Wait in a thread for the end; `between` is called each tick. Raises Lost after `limit_s`."""
         end = time.monotonic() + limit_s
         while not self._done.wait(TICK_S):
             between()

@@ -1,5 +1,4 @@
-"""The caller's end over TCP: extents are divided among data connections, each used by a thread and kept for
-a while after it was used."""
+"""The caller's end over TCP: extents are divided among data connections, each used by a thread."""
 
 import logging
 import secrets
@@ -50,8 +49,7 @@ _IDLE_SINCE: Final = attrgetter("idle_since")
 
 class TcpWay(Way):
     """Moves extents over up to `streams` connections, encrypted or not. `places` are for threads that open
-    connections and move this process's own extents; those that send on bytes are limited by its
-    receiving."""
+    connections and move this process's own extents; those that send on are limited by its receiving."""
 
     name = "tcp"
 
@@ -110,8 +108,7 @@ class TcpWay(Way):
         is_own: bool = True,
     ) -> None:
         """Divide the ranges among streams, and do each stream's work on a connection; what is not this
-        process's own is one stream. If a connection that had been idle turns out to be broken, all is done
-        once more on new ones."""
+        process's own is one stream. If an idle connection turns out to be broken, new ones are used."""
         link = self._link
         link.caller.counters.round_trips += 1
         comes, trace = sum(map(_LENGTH, ranges)), current_request()

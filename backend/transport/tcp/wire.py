@@ -1,8 +1,7 @@
 """The format of data connections: a preamble, then Headers and Replies (streams.py says in what order); and
 the messages on control connections by which they are asked for.
 
-Headers and Replies are in MessagePack, as all messages are. Each follows its length, and is followed by its
-code (authentication.py).
+Headers and Replies are in MessagePack. Each follows its length; its code (authentication.py) follows.
 """
 
 import enum
@@ -62,8 +61,7 @@ class ReplyKind(enum.IntEnum):
 
 
 class Reply(NamedTuple):
-    """The answer to a request. `closing`: the connection cannot be used after it, as not all sent bytes
-    were received."""
+    """The answer to a request. `closing`: the connection is of no more use, as sent bytes were left."""
 
     kind: ReplyKind
     code: Errno = 0

@@ -20,8 +20,7 @@ _CAP_IPC_LOCK = 14
 # With less than this, registering an ordinary model would fail.
 MEMLOCK_BYTES_MIN = 64 << 20
 _GIDS_MAX = 1024
-# How many empty entries end the search: the kernel fills the first free one of about a thousand, and
-# reading each costs system calls.
+# How many empty entries end the search: reading each of about a thousand costs system calls.
 _EMPTY_GIDS_MAX = 32
 _ZERO_GID = bytes(16)
 _DATAGRAM_PORT = 9
@@ -68,8 +67,7 @@ class Gid(NamedTuple):
 
 
 class Port(NamedTuple):
-    """`state` is "ACTIVE", "DOWN"...; `link_layer` "InfiniBand" or "Ethernet"; `netdev` its network
-    interface, if that is known."""
+    """`state`: "ACTIVE", "DOWN"...; `link_layer`: "InfiniBand" or "Ethernet"; `netdev`: its interface."""
 
     number: int
     state: str
@@ -116,8 +114,7 @@ def find(sys: str = _SYS) -> list[Device]:
 def explain(
     devices: list[Device], wanted: str | None = None, gid_index: int | None = None
 ) -> Obstacle:
-    """Return why none of the devices can be used, or only none of those that are `wanted` or have the GID;
-    "" if one can."""
+    """Return why none of the devices (that are `wanted`, or have the GID) can be used; "" if one can."""
     if names := wanted_names(wanted):
         there = ", ".join(device.name for device in devices) or "none"
         missing = names - {device.name for device in devices}

@@ -31,8 +31,7 @@ _Pair: TypeAlias = Annotated[int, Meta(ge=0, lt=QUEUE_PAIRS_MAX)]
 
 
 class QueueEnd(msgspec.Struct, array_like=True, frozen=True):
-    """The attributes of a queue pair that the other end needs. `mtu` is in bytes; `reads` is how many READs
-    of the peer it answers at once."""
+    """What the other end needs of a queue pair: `mtu` in bytes, `reads`: the READs it answers at once."""
 
     gid: _Gid
     lid: Annotated[int, Meta(ge=0, lt=1 << 16)]

@@ -130,8 +130,7 @@ class Path:
     @asynccontextmanager
     async def _using(self, file: FileRange) -> AsyncIterator[list[Region]]:
         """Give the regions that cover the range: one, or several for lent memory; none means that the bytes
-        must go through `staging`. Raises NotThisWay if the range cannot be registered: TCP can still send
-        it."""
+        must go through `staging`. Raises NotThisWay if the range cannot be registered, as by TCP."""
         regions = await self._acquire(file)
         if not regions:
             await self.adapter.staging.make()
@@ -171,8 +170,7 @@ async def open_path(
     number: int,
     stages: bool,
 ) -> Path:
-    """Set up a queue pair with a rail of the node, and check that it works; it is closed if it does not.
-    Raises OSError, NotThisWay."""
+    """Set up a queue pair with a rail of the node, and check that it works. Raises OSError, NotThisWay."""
     caller = control.caller
     pair = adapter.queue_pair(gid)
     with if_it_fails(pair.close):

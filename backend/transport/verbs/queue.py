@@ -53,8 +53,7 @@ class Broken(NotThisWay):
 
 class Piece(NamedTuple):
     """A run of bytes at this end (address, length, lkey) and at the peer (address, rkey). A WRITE carries
-    `number` as immediate data (None: none); the peer gets it when this piece and all before it are in its
-    memory."""
+    `number` as immediate data (None: none); the peer gets it after this piece and all before it."""
 
     address: int
     length: int
@@ -73,8 +72,7 @@ class Batch:
 
 
 class Window:
-    """A peer's right to touch one range of a file, made by `QueuePair.grant`. It ends with `close` and with
-    its queue pair."""
+    """A peer's right to a range of a file, by `QueuePair.grant`, until `close` or its queue pair's end."""
 
     def __init__(self, pair: "QueuePair", handle: Any, address: int, key: int) -> None:
         self.pair = pair
@@ -128,8 +126,7 @@ class QueuePair:
         self.pd = port.pd
         with if_it_fails(self._close_rest):
             if self._receives and not port.has_windows:
-                # Without windows a right is a memory region, whose rkey works for the whole protection
-                # domain.
+                # Without windows a right is a region, whose rkey works for the whole domain.
                 with library.errors:
                     self.pd = library.PD(port.context)
             if self._receives:
@@ -339,8 +336,7 @@ class QueuePair:
     # -- completions -----------------------------------------------------------------------------
 
     async def run(self) -> None:
-        """Handle completions until the queue pair is closed, or has failed and is flushed; then close
-        it."""
+        """Handle completions until the queue pair is closed, or failed and flushed; then close it."""
         try:
             async with trio.open_nursery() as nursery:
                 nursery.start_soon(self._sent.run)
@@ -386,8 +382,7 @@ class QueuePair:
     # -- the end ---------------------------------------------------------------------------------
 
     def fail(self, why: str) -> None:
-        """Move the queue pair to the error state: posted work requests are flushed, and no more can be
-        posted. The first reason is kept."""
+        """Move to the error state: work is flushed, none can be posted. The first reason is kept."""
         if self.failure:
             return
         self.failure = why

@@ -28,8 +28,7 @@ class OwnRail(NamedTuple):
 def find_rails(
     found: list[Device], local: str, device: str | None = None, gid_index: int | None = None
 ) -> list[OwnRail]:
-    """Return the rails of this host; the one with its address `local`, if there is one, comes first. Raises
-    OSError ENODEV if there is no rail."""
+    """Return this host's rails, that with the address `local` first. Raises ENODEV if there is none."""
     own = networks.own_addresses()
     routes = [route for route in entries(found, device, gid_index) if _can_be_paired(route, own)]
     way: Route | None = None

@@ -61,8 +61,7 @@ class RdmaFigures:
 
 
 class Adapter(OpenedPort):
-    """An opened port with all that its queue pairs share. Use as a context manager; close queue pairs and
-    windows before it. Raises OSError."""
+    """An opened port, a context manager; close queue pairs and windows before it. Raises OSError."""
 
     def __init__(self, library: Library, route: devices.Route, limit_bytes: int) -> None:
         super().__init__(library, route, limit_bytes)
@@ -180,8 +179,7 @@ class Rdma:
     # -- files that are registered ---------------------------------------------------------------
 
     def descriptors(self, file: tuple[int, int]) -> list[int]:
-        """Return the descriptors through which a file (device, inode number) is mapped. Who uses a part of
-        it has it open, too."""
+        """Return the descriptors by which a file (device, inode number) is mapped, and in use."""
         return [region.fd for adapter in self.adapters for region in adapter.regions.of_file(file)]
 
     def forget(self, fd: int) -> None:
@@ -209,8 +207,7 @@ class Rdma:
     # -- devices ---------------------------------------------------------------------------------
 
     def rails(self, local: str) -> list[OwnRail]:
-        """Return the rails of this host; `local` is its address on the way to the peer. Raises OSError if
-        there is none."""
+        """Return this host's rails to the peer, from the address `local`. Raises OSError for none."""
         if self.why_not:
             raise OSError(errno.ENODEV, self.why_not)
         if time.monotonic() > self._found_at + _FRESH_S:
@@ -239,8 +236,7 @@ class Rdma:
         return adapter
 
     async def watch(self) -> None:
-        """Watch for ports that go down and come back. One task is enough; further callers wait, and take
-        over when it ends."""
+        """Watch for ports that go down and come back. One task does; others wait to take over."""
         async with self._watching, trio.open_nursery() as nursery:
             watched: set[Adapter] = set()
             while True:

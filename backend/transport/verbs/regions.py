@@ -136,8 +136,7 @@ class Regions:
     async def acquire(self, fd: int, length: int) -> Region:
         """Return a region over a whole file, which has at least `length` bytes; the caller has to `release`
         it. It is writable, as windows need it, if the file can be opened for writing, even if `fd` is not;
-        so later operations of either kind can use it. Raises OSError: ENOMEM if too much is registered or
-        locked, or the kernel's error."""
+        so later operations of either kind can use it. Raises OSError: ENOMEM, or the kernel's error."""
         status = os.fstat(fd)
         file, size = (status.st_dev, status.st_ino), status.st_size
         region = self._find(file, 0, length, True)
@@ -158,8 +157,7 @@ class Regions:
     async def acquire_lent(self, fd: int, offset: int, length: int, memory: Memory) -> list[Region]:
         """Return regions that follow each other and cover a range of memory that a program lends. Their
         blocks are the same for every range, so that later operations find them; memory of a device is one
-        region. Raises OSError as `acquire` does, and EOPNOTSUPP if the network card's driver cannot reach
-        the device."""
+        region. Raises as `acquire`, and EOPNOTSUPP if the card's driver cannot reach the device."""
         status = os.fstat(fd)
         file, size = (status.st_dev, status.st_ino), status.st_size
         block = LENT_BLOCK_BYTES if memory is Memory.LENT else size
@@ -265,8 +263,7 @@ class Regions:
 
 class OpenedPort:
     """A port of a device. Use as a context manager; close everything made from `context` and `pd` before
-    it. At most `limit_bytes` are registered. `mtu` is in bytes; `events` is the descriptor of the device's
-    asynchronous events. Raises OSError."""
+    it. At most `limit_bytes` are registered; `events` is the device's descriptor. Raises OSError."""
 
     def __init__(self, library: Library, route: Route, limit_bytes: int) -> None:
         self.library = library

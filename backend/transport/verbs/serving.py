@@ -203,8 +203,7 @@ class Responder(Connection):
         return self._begun(_Operation(pair, held, right))
 
     async def _reserve(self, asked: messages.Reserve) -> messages.Exposed:
-        """Grant the right to write, if the bytes are wanted. Raises OSError: that of `begin`, NOT_BY_VERBS,
-        NO_QUEUE_PAIR."""
+        """Grant the right to write wanted bytes. Raises as `begin`, and NOT_BY_VERBS, NO_QUEUE_PAIR."""
         pair, length = self._pair(asked.pair), asked.length
         incoming = await self._begin(pair, asked)
         if incoming is None:
@@ -225,8 +224,7 @@ class Responder(Connection):
 
     async def _seal(self, handle: int) -> Answer:
         """Answer when all pieces have arrived and the extent is sealed here and down the chain. Raises
-        OSError: the failure here, or else the one further down; NOT_BY_VERBS if the bytes were lost with
-        the queue pair."""
+        the failure here, or the one further down; NOT_BY_VERBS if its queue pair was lost."""
         arrival = self._operations.get(handle)
         if isinstance(arrival, Arrival):
             await arrival.growth.complete()

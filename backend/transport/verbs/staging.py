@@ -114,8 +114,7 @@ class Staging:
             self._memory = None
 
     def piece_bytes(self, length: int) -> int:
-        """Return how many bytes one work request moves of a transfer of `length` bytes. `make` comes
-        first."""
+        """Return the bytes of one work request, for a transfer of `length`. `make` comes first."""
         piece = min(length, self._slot_bytes, max(_BLOCK_BYTES, length // _PIECES))
         return piece - piece % _BLOCK_BYTES if piece > _BLOCK_BYTES else piece
 
@@ -148,8 +147,7 @@ class Staging:
         passed: Landed = nothing_landed,
     ) -> None:
         """Write a range of a file into the memory that the peer exposes, in order. Its handle is sent as
-        immediate data of each piece of `piece_bytes`, or of the last one only if not `each`. `make` comes
-        first. Raises OSError, Broken."""
+        immediate data of `each` piece, or of the last one. `make` comes first. Raises OSError, Broken."""
         # Set when the piece that ends there was posted.
         posted: defaultdict[int, trio.Event] = defaultdict(trio.Event)
 

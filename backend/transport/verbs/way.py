@@ -284,8 +284,7 @@ class VerbsWay(Way):
         await self._move(sending.source.length, lambda path: path.write(sending))
 
     async def _connected(self) -> Lanes:
-        """Return the lanes of the present control connection, after the first attempt to set them up.
-        Raises Unreachable."""
+        """Return the present connection's lanes, after the first try to set them up. Raises Unreachable."""
         control = await self._link.connected()
         lanes = self.lanes
         if lanes is None or lanes.control is not control:

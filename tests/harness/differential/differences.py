@@ -61,7 +61,7 @@ ALLOWED: tuple[Allowed, ...] = (
     Allowed(
         "FUSE tells a filesystem whose lock is tested, but not of which kind it is: where POSIX locks and "
         "those of open file descriptions meet, the process in the answer is another one",
-        "test_as_tmpfs_does.py, test_lock_in_the_way_is_told_by_its_range_whatever_its_kind",
+        "test_as_tmpfs_does.py, test_lock_in_the_way_is_told_by_range_of_any_kind",
         ("kernel", "cluster"),
         _differs_by_process,
     ),
