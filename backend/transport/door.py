@@ -2,16 +2,21 @@
 
 Strangers cost little: they have HANDSHAKE_S to identify themselves, in messages of a few KiB, and when
 there are more than STRANGERS_MAX, the oldest one is cut off. A peer that sends invalid messages loses its
-connection, with one line in the log.
+connection, with one line in the log. When places or memory run out, the peer that has most of them gives
+way, so that none can keep the others out.
 """
 
 import logging
+import math
 import os
+import resource
 import socket
-from collections import Counter, OrderedDict
+import time
+from collections import Counter, defaultdict
 from collections.abc import Awaitable, Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, TypeAlias
 
 import trio
@@ -19,7 +24,7 @@ import trio
 from ..observe.figures import count, counts, gauge
 from ..trust.security import Identity, peer_identity
 from .frames import BadMessage
-from .rights import ROLES
+from .rights import OUTSTANDING_BYTES_MAX, ROLES, Outstanding, Peer
 
 log = logging.getLogger(__name__)
 
@@ -29,8 +34,12 @@ Serve: TypeAlias = Callable[[trio.socket.SocketType, str], Awaitable[None]]
 HANDSHAKE_S = 5.0
 STRANGERS_MAX = 128
 MEMBERS_MAX = 16384
-# All answers that wait for members to take them are no longer than this together.
+# The share of the open files that this process may have.
+_MEMBERS_SHARE = 0.5
+# All answers that wait for members to take them are no longer than this together, and those of one.
 UNTAKEN_BYTES_MAX = 1 << 30
+UNTAKEN_OF_ONE_MAX = 128 << 20
+REVOKED = "its certificate was revoked"
 _BACKLOG = 1024
 _SETBACK_S = 0.1
 # The first byte of a connection that uses TLS.
@@ -57,16 +66,65 @@ class ServerFigures:
     connections: int = gauge("Connections of peers")
 
 
-class Door:
-    """The door of one node: all its ports share the room for strangers and for members. `nursery` ends with
-    the node."""
+class Shares:
+    """Places, or bytes, that peers share, `most` of them in all and `of_one`. When more are taken, the peer
+    that has most gives up those that it has had longest."""
 
-    def __init__(self, nursery: trio.Nursery, counters: ServerFigures) -> None:
+    def __init__(self, most: int, of_one: float = math.inf) -> None:
+        self._most, self._of_one = most, of_one
+        self._taken: dict[trio.CancelScope, tuple[str, int]] = {}  # the oldest first
+        self._of_peers: Counter[str] = Counter()
+        self._total = 0
+
+    def __len__(self) -> int:
+        return len(self._taken)
+
+    @contextmanager
+    def share(self, who: str, size: int = 1, for_s: float = math.inf) -> Iterator[trio.CancelScope]:
+        """Have a share for the block, which is cancelled when it is given up, or after `for_s`."""
+        with trio.move_on_after(for_s) as scope:
+            self._taken[scope] = who, size
+            self._of_peers[who] += size
+            self._total += size
+            while self._total > self._most or self._of_peers[who] > self._of_one:
+                [(greedy, _)] = self._of_peers.most_common(1)
+                oldest = next(each for each, (peer, _) in self._taken.items() if peer == greedy)
+                self._give_back(oldest)
+                oldest.cancel()
+            try:
+                yield scope
+            finally:
+                self._give_back(scope)
+
+    def end(self, who: str) -> None:
+        """Have a peer give up all that it has."""
+        for scope, (peer, _) in self._taken.items():
+            if peer == who:
+                scope.cancel()
+
+    def _give_back(self, scope: trio.CancelScope) -> None:
+        who, size = self._taken.pop(scope, ("", 0))
+        self._total -= size
+        self._of_peers[who] -= size
+        if not self._of_peers[who]:
+            del self._of_peers[who]
+
+
+class Door:
+    """The door of one node: its ports share the room for peers. `nursery` ends with the node."""
+
+    def __init__(
+        self, nursery: trio.Nursery, counters: ServerFigures, is_revoked: Callable[[str], bool]
+    ) -> None:
         self._nursery = nursery
         self._counters = counters
-        self.strangers: OrderedDict[int, trio.CancelScope] = OrderedDict()
-        self._untaken: dict[trio.CancelScope, int] = {}  # the oldest first
-        self._untaken_bytes = 0
+        self._is_revoked = is_revoked
+        limited = partial(Outstanding, OUTSTANDING_BYTES_MAX)
+        self._outstanding: defaultdict[str, Outstanding] = defaultdict(limited)
+        files, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+        self.strangers = Shares(STRANGERS_MAX)
+        self.members = Shares(min(MEMBERS_MAX, int(files * _MEMBERS_SHARE)))
+        self.untaken = Shares(UNTAKEN_BYTES_MAX, UNTAKEN_OF_ONE_MAX)
 
     def open(self, listening: trio.socket.SocketType, serve: Serve) -> None:
         """Have `serve(sock, address)` called, in a task of its own, for each that connects. It ends the
@@ -98,45 +156,33 @@ class Door:
             log.exception("connection from %s", address)
 
     @contextmanager
-    def stranger(self) -> Iterator[None]:
+    def stranger(self, address: str) -> Iterator[None]:
         """Limit the time that a stranger takes inside. Raises BadMessage when it is over."""
-        if len(self.strangers) >= STRANGERS_MAX:
-            self.strangers.popitem(last=False)[1].cancel()
-        with trio.move_on_after(HANDSHAKE_S) as scope:
-            self.strangers[id(scope)] = scope
-            try:
-                yield
-            finally:
-                self.strangers.pop(id(scope), None)
+        with self.strangers.share(address, for_s=HANDSHAKE_S) as scope:
+            yield
         if scope.cancelled_caught:
             raise BadMessage("it did not say in time who it is")
 
     @contextmanager
-    def member(self) -> Iterator[None]:
-        """Count a member that is served inside. Raises BadMessage when there are too many."""
-        if self._counters.connections >= MEMBERS_MAX:
-            raise BadMessage(f"there are {MEMBERS_MAX} connections already")
-        self._counters.connections += 1
-        try:
-            yield
-        finally:
-            self._counters.connections -= 1
-
-    @contextmanager
-    def answer(self, size: int, patience_s: float) -> Iterator[trio.CancelScope]:
-        """Limit the time that a member takes inside to receive an answer of `size` bytes. If the answers of
-        all are too long together, the time of those that have waited longest is over at once."""
-        with trio.move_on_after(patience_s) as scope:
-            self._untaken[scope] = size
-            self._untaken_bytes += size
-            while self._untaken_bytes > UNTAKEN_BYTES_MAX:
-                oldest = next(iter(self._untaken))
-                self._untaken_bytes -= self._untaken.pop(oldest)
-                oldest.cancel()
+    def member(self, peer: Peer) -> Iterator[None]:
+        """Count a connection that is served inside. Raises BadMessage when its certificate is revoked or
+        expires, or when it has to go for others."""
+        serial, expires_s = peer.identity.serial, peer.identity.expires_s or math.inf
+        if peer.identity.role != "node":
+            peer.outstanding = self._outstanding[peer.who]
+        with self.members.share(peer.who, for_s=max(expires_s - time.time(), 0)) as scope:
+            self._counters.connections += 1
             try:
-                yield scope
+                if self._is_revoked(serial):
+                    scope.cancel()
+                yield
             finally:
-                self._untaken_bytes -= self._untaken.pop(scope, 0)
+                self._counters.connections -= 1
+        if scope.cancelled_caught:
+            why = "it has most of the connections, and others need one"
+            if time.time() >= expires_s:
+                why = "its certificate has expired"
+            raise BadMessage(f"{peer}: {REVOKED if self._is_revoked(serial) else why}")
 
 
 def listen(address: str, port: int = 0) -> trio.socket.SocketType:

@@ -12,7 +12,7 @@ from msgspec.msgpack import Decoder, Encoder
 
 from .messages import AboutContents, Answer, Hello, Message, Refused, Welcome
 from .prompt import PromptStream
-from .rights import OWN, Row
+from .rights import OWN, Outstanding, Row
 
 # The largest frame of a stranger, and of a member. The length of a frame comes before it.
 HELLO_BYTES_MAX = 4096
@@ -22,6 +22,10 @@ T = TypeVar("T")
 
 LENGTH_BYTES = 4
 _RECEIVE_BYTES = 64 << 10
+# Longer frames count as outstanding while they come.
+_LONG_BYTES = 256 << 10
+# An answer is encrypted in pieces of this size, so that others are served meanwhile.
+_SEND_BYTES = 1 << 20
 _encode = Encoder().encode
 
 
@@ -30,11 +34,12 @@ class BadMessage(Exception):
 
 
 class Frames:
-    """Messages on a stream. One task receives; any number may send."""
+    """Messages on a stream. One task receives, any may send. `outstanding` limits what comes."""
 
     def __init__(self, stream: trio.abc.Stream, limit: int) -> None:
         self.stream = stream
         self.limit = limit
+        self.outstanding = Outstanding()
         self._buffer = bytearray()
         self._outbox = bytearray()
         self._sending = trio.Lock()
@@ -69,7 +74,8 @@ class Frames:
         if not self.flush_now():
             async with self._sending:
                 while self._outbox:
-                    unsent, self._outbox = self._outbox, bytearray()
+                    unsent = self._outbox[:_SEND_BYTES]
+                    del self._outbox[:_SEND_BYTES]
                     await self.stream.send_all(unsent)
 
     async def send(self, message: msgspec.Struct) -> None:
@@ -86,7 +92,10 @@ class Frames:
         if length > self.limit:
             raise BadMessage(f"a frame of {length} bytes, {self.limit} are allowed")
         end = LENGTH_BYTES + length
-        await self._fill(end)
+        if length > _LONG_BYTES:
+            await self._fill_long(end)
+        else:
+            await self._fill(end)
         body = bytes(memoryview(buffer)[LENGTH_BYTES:end])
         del buffer[:end]
         return body
@@ -95,6 +104,17 @@ class Frames:
     def has_received(self) -> bool:
         """Return whether more bytes were received already."""
         return bool(self._buffer)
+
+    async def _fill_long(self, count: int) -> None:
+        outstanding = self.outstanding
+        await outstanding.room(count)
+        outstanding.taken += count
+        try:
+            await self._fill(count)
+        finally:
+            outstanding.taken -= count
+            if outstanding.waits:
+                outstanding.wake()
 
     async def _fill(self, count: int) -> None:
         while len(self._buffer) < count:
@@ -106,8 +126,7 @@ class Frames:
 
 class MessageSet(NamedTuple):
     """The messages of one part of the transport. `rights` has a row for each message to a node; a message
-    that is no Request has no answer, and a Request that only the owner of a content may make is
-    AboutContents."""
+    that is no Request has no answer, and one that only the owner may make is AboutContents."""
 
     rights: Mapping[type[Message], Row]
     answers: tuple[type[Answer], ...]

@@ -50,8 +50,7 @@ class Message(msgspec.Struct, array_like=True):
 
 class Hello(Message, tag=1):
     """The first message of a caller. `role` and `name` count only where there are no certificates;
-    `wanted` is the node that the caller expects. The digest of `session_key` is in the record of a mount's
-    session."""
+    `wanted` is the expected node. The digest of `session_key` is in the record of a mount's session."""
 
     version: int
     role: str
@@ -133,7 +132,7 @@ class Put(ToTarget, tag=11):
 
 class Get(Request, tag=12):
     extents: Annotated[list[Extent], Meta(max_length=GET_EXTENTS_MAX)]
-    limit: Annotated[int, Meta(le=PUT_BYTES_MAX)]
+    limit: Annotated[int, Meta(ge=0, le=PUT_BYTES_MAX)]
 
 
 class Adopt(ToTarget, tag=13):

@@ -9,14 +9,23 @@ rights. Each operation has its row in operations.py, each message of a mover bes
 import enum
 import errno
 import hashlib
+import math
 import secrets
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import Enum, auto
 from typing import Any, TypeAlias
 
+import trio
+
 from ..trust.security import Identity
 from .messages import Message
+
+# The limit of one peer, over all its connections to a node, of requests and the answers that it will get.
+# A short request does not count, as its connection takes more; a stream of an extent counts as its thread.
+OUTSTANDING_BYTES_MAX = 64 << 20
+SHORT_BYTES = 1 << 10
+STREAM_BYTES = 64 << 10
 
 
 class Scope(Enum):
@@ -38,22 +47,54 @@ Row: TypeAlias = tuple[Scope, Scope, Scope, Scope]
 Asked: TypeAlias = type[Message] | enum.IntEnum
 
 
+class Outstanding:
+    """The bytes that a peer has outstanding: `taken`, which users change. Who would take more than `most`
+    waits for `room` first; who gives back calls `wake` if somebody `waits`."""
+
+    def __init__(self, most: float = math.inf) -> None:
+        self.most = most
+        self.taken = 0
+        self.waits = 0
+        self._lot = trio.lowlevel.ParkingLot()
+
+    async def room(self, size: int) -> None:
+        """Wait until so many bytes are not too much. Who has nothing else may take more than all."""
+        while self.taken and self.taken + size > self.most:
+            self.waits += 1
+            try:
+                await self._lot.park()
+            finally:
+                self.waits -= 1
+        self.wake()
+
+    def wake(self) -> None:
+        """Have the one that waits longest look again, and then the next one."""
+        self._lot.unpark()
+
+
 @dataclass(eq=False)
 class Peer:
     """A connected peer. With credentials, its `identity` is that of the certificate; without, the role and
     name that the peer says. `session` is the number of its session, as it last told, or 0. `session_key`
-    shows that the session is its own. `node` is the id of a store node, as it says, or 0."""
+    shows that the session is its own. `node` is the id of a store node, as it says, or 0. What is
+    `outstanding` is that of all with the same certificate; nodes wait for each other, and have no limit."""
 
     identity: Identity
     address: str
     session: int
     node: int = 0
     session_key: bytes = b""
+    outstanding: Outstanding = field(default_factory=Outstanding)
     # The session that was last proved to be its own.
     owned: int = 0
     denials: int = 0
     # Requests that wait for changes in etcd.
     watches: int = 0
+
+    @property
+    def who(self) -> str:
+        """Return what all connections of a peer have in common."""
+        return self.identity.serial or self.address
 
     def __str__(self) -> str:
         return f"{self.identity.role} {self.identity.name!r} at {self.address}"
@@ -77,6 +118,5 @@ def make_session_key() -> bytes:
 
 
 def session_digest(key: bytes) -> bytes:
-    """Return the digest of a session's key for the session's record. A reader of the record cannot
-    show the key."""
+    """Return the digest of a session's key, for its record. Who reads that cannot show the key."""
     return hashlib.sha256(key).digest()

@@ -1,13 +1,10 @@
-"""The node's end of the transport: a peer that connects is identified, and then answered: each request as
-soon as its answer is ready."""
+"""The node's end of the transport: each peer is identified, and each of its requests answered."""
 
 import errno
 import logging
-import math
 import socket
-import time
-from collections.abc import Awaitable, Iterator, Sequence
-from contextlib import AsyncExitStack, ExitStack, closing, contextmanager, suppress
+from collections.abc import Awaitable, Sequence
+from contextlib import AsyncExitStack, ExitStack, closing, suppress
 from typing import Self, cast
 
 import trio
@@ -17,12 +14,12 @@ from ..trust.security import Identity, Role
 from ..unwrap import background
 from . import messages
 from .caller import broken_text
-from .door import TLS_BEGINS, Door, identity_of, listen
+from .door import REVOKED, TLS_BEGINS, Door, identity_of, listen
 from .frames import FRAME_BYTES_MAX, HELLO_BYTES_MAX, BadMessage, Codec, Frames, decode_hello
 from .mover import Connection, Host, Lasting, Mover
 from .operations import OPERATIONS, codec_for
 from .prompt import PromptStream, acquire, let_go
-from .rights import ROLES, Peer, Scope, may
+from .rights import ROLES, SHORT_BYTES, Peer, Scope, may
 from .service import check_right
 
 log = logging.getLogger(__name__)
@@ -30,13 +27,11 @@ log = logging.getLogger(__name__)
 # Callers give idle connections up earlier, or keep them alive.
 IDLE_S = 60.0
 _IN_A_ROW = 8
-_REVOKED = "its certificate was revoked"
 
 
 class Listener:
     """Serves a node's extents, which are moved by `movers`, as long as it is open as an async context
-    manager. `control_port` 0 takes a free one. Raises OSError when an address cannot be had, and
-    CredentialsError."""
+    manager. `control_port` 0 takes a free one. Raises CredentialsError, and OSError for an address."""
 
     def __init__(self, host: Host, movers: Sequence[Mover], control_port: int = 0) -> None:
         if host.credentials is not None:
@@ -45,7 +40,6 @@ class Listener:
         self.control_port = control_port
         self._codec = codec_for(movers)
         self._movers = movers
-        self._connected: dict[trio.CancelScope, Peer] = {}
 
     async def __aenter__(self) -> Self:
         async with AsyncExitStack() as opened:
@@ -53,7 +47,7 @@ class Listener:
             control = opened.enter_context(listen(host.address, self.control_port))
             self.control_port = control.getsockname()[1]
             host.nursery = await opened.enter_async_context(background())
-            host.door = Door(host.nursery, host.counters)
+            host.door = Door(host.nursery, host.counters, lambda serial: host.is_revoked(serial))
             for mover in self._movers:
                 host.servings[mover] = await mover.serving(host)
             host.door.open(control, self._serve_control)
@@ -78,42 +72,23 @@ class Listener:
         with closing(plain), ExitStack() as after:
             stream: trio.abc.Stream = plain
             identity: Identity | None = None
-            with self.host.door.stranger():
+            with self.host.door.stranger(address):
                 await self._check_tls(plain)
                 if self.host.credentials is not None:
                     stream, identity = await self._tls(plain, after)
                 frames = Frames(stream, HELLO_BYTES_MAX)
                 peer = await self._meet(frames, address, identity)
-            frames.limit = FRAME_BYTES_MAX
-            with self.host.door.member(), self._while_certified(peer):
+            with self.host.door.member(peer):
+                frames.limit, frames.outstanding = FRAME_BYTES_MAX, peer.outstanding
                 log.debug("%s is connected", peer)
                 try:
                     await Control(frames, self._codec, self.host, peer, local).run()
                 except BadMessage as error:
                     raise BadMessage(f"{peer}: {error}") from None
 
-    @contextmanager
-    def _while_certified(self, peer: Peer) -> Iterator[None]:
-        """End the block with BadMessage when the peer's certificate is revoked, or expires."""
-        serial, expires_s = peer.identity.serial, peer.identity.expires_s
-        lasts_s = expires_s - time.time() if expires_s else math.inf
-        with trio.CancelScope(deadline=trio.current_time() + lasts_s) as scope:
-            self._connected[scope] = peer
-            try:
-                if self.host.is_revoked(serial):
-                    scope.cancel()
-                yield
-            finally:
-                del self._connected[scope]
-        if scope.cancelled_caught:
-            why = _REVOKED if self.host.is_revoked(serial) else "its certificate has expired"
-            raise BadMessage(f"{peer}: {why}")
-
     def cut(self, serial: str) -> None:
         """End all connections, and with them all rights, of peers with the certificate of this number."""
-        for scope, peer in self._connected.items():
-            if peer.identity.serial == serial:
-                scope.cancel()
+        self.host.door.members.end(serial)
 
     def end_rights(self, session: int = 0) -> None:
         """Revoke the rights to memory of peers whose session is over: the one with that number, or those
@@ -167,11 +142,11 @@ class Listener:
         elif self.host.credentials is None and hello.role not in ROLES:
             why = f"{hello.role!r} is no role"
         elif identity is not None and self.host.is_revoked(identity.serial):
-            why = _REVOKED
+            why = REVOKED
         elif hello.wanted not in (0, self.host.service.node):
             why = f"this is store node {self.host.service.node:x}, not {hello.wanted:x}"
         if why:
-            for_good = hello.version != messages.VERSION or why == _REVOKED
+            for_good = hello.version != messages.VERSION or why == REVOKED
             await frames.send(messages.Refused(why, for_good=for_good))
             raise BadMessage(why)
         await frames.send(messages.Welcome(messages.VERSION, self.host.service.node))
@@ -201,8 +176,7 @@ class Control:
 
     async def run(self) -> None:
         """Serve until the peer closes the connection, or sends nothing for IDLE_S or a little longer.
-        Requests under way are then cancelled. Raises BadMessage, trio.EndOfChannel,
-        trio.BrokenResourceError."""
+        Requests under way are cancelled. Raises BadMessage, trio.EndOfChannel, trio.BrokenResourceError."""
         error: Exception | None = None
         async with trio.open_nursery() as nursery:
             nursery.start_soon(self._watch, nursery.cancel_scope)
@@ -233,18 +207,28 @@ class Control:
         if self._frames.has_received and self._heard % _IN_A_ROW == 0:
             # The peer has sent many requests at once: let other tasks run, too.
             await trio.lowlevel.checkpoint()
-        message = self._codec.decode(await self._frames.receive())
+        body = await self._frames.receive()
+        size = len(body)
+        message = self._codec.decode(body)
+        del body
         self._heard += 1
         if not isinstance(message, messages.Request):
             self._take(message)
             return
         message.check()
+        if isinstance(message, messages.Get):
+            size += min(message.limit * len(message.extents), messages.GET_BYTES_MAX)
         await acquire(self._slots)
+        if size > SHORT_BYTES:
+            outstanding = self._peer.outstanding
+            if outstanding.taken + size > outstanding.most:
+                await outstanding.room(size)
+            outstanding.taken += size
         operation = OPERATIONS.get(type(message))
         if operation is not None and operation.is_short(message):
-            await self._serve(message, nursery.cancel_scope)
+            await self._serve(message, size, nursery.cancel_scope)
         else:
-            nursery.start_soon(self._serve, message, nursery.cancel_scope)
+            nursery.start_soon(self._serve, message, size, nursery.cancel_scope)
 
     def _take(self, message: messages.Message) -> None:
         """Take a message that has no answer. Raises BadMessage if the peer has no right to it."""
@@ -257,7 +241,9 @@ class Control:
         else:
             self._connections[kind].take(message)
 
-    async def _serve(self, request: messages.Request, connection: trio.CancelScope) -> None:
+    async def _serve(
+        self, request: messages.Request, size: int, connection: trio.CancelScope
+    ) -> None:
         self._host.counters.requests[type(request).__name__.lower()] += 1
         try:
             with logs.request(request.trace):
@@ -272,18 +258,22 @@ class Control:
             connection.cancel()
         finally:
             self._slots.release()
+            if size > SHORT_BYTES:
+                outstanding = self._peer.outstanding
+                outstanding.taken -= size
+                if outstanding.waits:
+                    outstanding.wake()
 
-    async def _send(
-        self, number: int, answer: messages.Answer, connection: trio.CancelScope
-    ) -> None:
+    async def _send(self, number: int, answer: messages.Answer, scope: trio.CancelScope) -> None:
         answer.number = number
         size = self._frames.put(answer)
         if not self._frames.flush_now():
-            with self._host.door.answer(size, self._patience_s) as sending:
+            untaken = self._host.door.untaken
+            with untaken.share(self._peer.who, size, self._patience_s) as sending:
                 await self._frames.flush()
             if sending.cancelled_caught:
                 log.warning("%s does not take its answers; it is cut off", self._peer)
-                connection.cancel()
+                scope.cancel()
 
     async def _answer(
         self, request: messages.Request, done: Awaitable[messages.Answer | Lasting]

@@ -80,16 +80,18 @@ def frame(message: Any) -> bytes:
     return len(body).to_bytes(4, "big") + body
 
 
-async def connect(cluster: Place, port: str = "control") -> trio.SocketStream:
-    """To a port of node 1: "control", or a mover's."""
+async def connect(
+    cluster: Place, port: str = "control", here: str = "127.0.0.1"
+) -> trio.SocketStream:
+    """From an address of this machine to a port of node 1: "control", or a mover's."""
     listener = cluster.nodes[1].listener
     number = listener.control_port if port == "control" else listener.ports[port]
-    return await trio.open_tcp_stream("127.0.0.1", number)
+    return await trio.open_tcp_stream("127.0.0.1", number, local_address=here)
 
 
-async def introduced(cluster: Place) -> trio.SocketStream:
+async def introduced(cluster: Place, here: str = "127.0.0.1") -> trio.SocketStream:
     """A control connection that has been accepted."""
-    stream = await connect(cluster)
+    stream = await connect(cluster, here=here)
     await stream.send_all(hello(cluster))
     welcome = await receive_frame(stream)
     assert isinstance(decode_welcome(welcome), messages.Welcome)
@@ -158,18 +160,18 @@ class DataConnection:
         await self.control.aclose()
 
 
-async def with_ticket(cluster: Place) -> DataConnection:
+async def with_ticket(cluster: Place, here: str = "127.0.0.1") -> DataConnection:
     """One in which nothing was said yet."""
-    control = await introduced(cluster)
+    control = await introduced(cluster, here)
     await control.send_all(frame(wire.Tickets(1)))
     answer = CODEC.decode_answer(await receive_frame(control))
     assert isinstance(answer, wire.Granted)
-    stream = await connect(cluster, "tcp")
+    stream = await connect(cluster, "tcp", here)
     return DataConnection(control, stream, answer.tickets[0])
 
 
-async def data_connection(cluster: Place) -> DataConnection:
-    connection = await with_ticket(cluster)
+async def data_connection(cluster: Place, here: str = "127.0.0.1") -> DataConnection:
+    connection = await with_ticket(cluster, here)
     await connection.send(connection.preamble())
     return connection
 

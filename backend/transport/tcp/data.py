@@ -28,7 +28,7 @@ from ...unwrap import background
 from .. import Extent, Unreachable
 from ..frames import BadMessage
 from ..mover import Host
-from ..rights import Peer
+from ..rights import STREAM_BYTES, Peer
 from ..service import Incoming, Service, begin, check_right
 from .channel import Channel, Lost
 from .streams import PIECE_BYTES_MAX, end_sending, piece_bytes, receive_ranges, send_range
@@ -269,6 +269,10 @@ class Data:
         host, op, extent = self._host, header.op.name.lower(), header.extent
         host.counters.requests[op] += 1
         channel.clean = False
+        outstanding = peer.outstanding
+        if outstanding.taken + STREAM_BYTES > outstanding.most:
+            await outstanding.room(STREAM_BYTES)
+        outstanding.taken += STREAM_BYTES
         with logs.request(header.trace):
             try:
                 await check_right(host.service, RIGHTS, peer, header.op, (extent.content,))
@@ -282,6 +286,10 @@ class Data:
                 what = f"{op} of extent {extent.content:x}.{extent.stripe:x}"
                 reply = Reply(ReplyKind.FAILED, *host.failed(peer, what, error))
                 await self._in_thread(channel, partial(channel.conclude, reply))
+            finally:
+                outstanding.taken -= STREAM_BYTES
+                if outstanding.waits:
+                    outstanding.wake()
         return channel.clean
 
     def _in_thread(self, channel: Channel, work: Callable[[], T]) -> Awaitable[list[T]]:

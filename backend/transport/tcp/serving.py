@@ -2,7 +2,7 @@
 
 import socket
 import ssl
-from collections import OrderedDict
+from collections import OrderedDict, defaultdict
 from contextlib import ExitStack
 from typing import NamedTuple
 
@@ -32,6 +32,7 @@ class Guest(Connection):
 
     def __init__(self, serving: "TcpServing", peer: Peer) -> None:
         self.peer = peer
+        self.who = peer.who
         self._serving = serving
         # Numbers of tickets that it has not used yet, the oldest first.
         self.tickets: dict[bytes, None] = {}
@@ -43,8 +44,7 @@ class Guest(Connection):
         return Granted(self._serving.grant(self, request.count))
 
     def close(self, why: str) -> None:
-        """End its data connections, those with a request under way after it; but all now if the certificate
-        was revoked."""
+        """End its data connections, those in use after their request, unless the peer is revoked."""
         self.has_left = True
         is_revoked = self._serving.host.is_revoked(self.peer.identity.serial)
         for channel in self.channels:
@@ -73,6 +73,7 @@ class TcpServing(Serving):
         self._data = Data(host)
         # Tickets that were not used yet, by number, the oldest first.
         self.pending: OrderedDict[bytes, _Pending] = OrderedDict()
+        self._of_peers: defaultdict[str, int] = defaultdict(int)
 
     def connected(self, peer: Peer, local: str, nursery: trio.Nursery) -> Connection:
         return Guest(self, peer)
@@ -86,14 +87,18 @@ class TcpServing(Serving):
             self.forget(next(iter(guest.tickets)))
         while self.pending:
             number, first = next(iter(self.pending.items()))
-            if first.end > now and len(self.pending) + count <= TICKETS_PENDING_MAX:
-                break
+            if first.end > now:
+                if len(self.pending) + count <= TICKETS_PENDING_MAX:
+                    break
+                greedy = max(self._of_peers, key=self._of_peers.__getitem__)
+                number = next(n for n, one in self.pending.items() if one.guest.who == greedy)
             self.forget(number)
         granted = []
         for _ in range(count):
             ticket = Ticket.make()
             self.pending[ticket.number] = _Pending(ticket.key, now + TICKET_S, guest)
             guest.tickets[ticket.number] = None
+            self._of_peers[guest.who] += 1
             granted.append(ticket)
         return granted
 
@@ -115,17 +120,18 @@ class TcpServing(Serving):
         granted = self.pending.pop(number, None)
         if granted is not None:
             del granted.guest.tickets[number]
+            self._of_peers[granted.guest.who] -= 1
         return granted
 
     async def serve(self, sock: trio.socket.SocketType, address: str) -> None:
         """Serve one data connection. Raises as Door.open allows."""
         with ExitStack() as after:
             try:
-                with self.host.door.stranger():
+                with self.host.door.stranger(address):
                     channel = await self._open_channel(sock)
                     after.callback(channel.close)
                     guest = self.redeem(channel, await _preamble(channel))
-                with self.host.door.member():
+                with self.host.door.member(guest.peer):
                     guest.channels.add(channel)
                     after.callback(guest.channels.discard, channel)
                     while await _has_request(channel, guest):

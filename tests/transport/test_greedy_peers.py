@@ -1,0 +1,139 @@
+"""A peer that takes all that a store node has: connections, memory, threads. It has an address of its own,
+as it would have a certificate of its own; others are served meanwhile."""
+
+import socket
+from collections.abc import AsyncIterator
+from contextlib import AsyncExitStack, asynccontextmanager
+from pathlib import Path
+
+import pytest
+import test_strangers as strangers
+import trio
+from harness.transport_place import MiB, Place, in_cluster, until
+from test_strangers import EXTENT, TARGET, frame
+
+from irdmafs.backend.transport import Extent, door, messages, rights
+from irdmafs.backend.transport.tcp import data, serving, wire
+
+GREEDY = "127.0.0.2"
+
+
+@asynccontextmanager
+async def greedy(cluster: Place, count: int) -> AsyncIterator[list[trio.SocketStream]]:
+    """Control connections of one peer, which receives next to nothing."""
+    async with AsyncExitStack() as stack:
+        streams = []
+        for _ in range(count):
+            stream = await stack.enter_async_context(await strangers.introduced(cluster, GREEDY))
+            stream.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+            streams.append(stream)
+        yield streams
+
+
+async def test_strangers_at_one_address_take_no_place_of_another(memory: Path) -> None:
+    async with in_cluster(memory, 1) as cluster, AsyncExitStack() as stack:
+        slow = await stack.enter_async_context(await strangers.connect(cluster))
+        await slow.send_all(b"\0")
+        for _ in range(door.STRANGERS_MAX + 20):
+            stream = await stack.enter_async_context(await strangers.connect(cluster, here=GREEDY))
+            await stream.send_all(b"\0")
+        with trio.move_on_after(0.5):
+            assert not await strangers.is_closed(slow)
+
+
+async def test_a_peer_with_most_of_the_connections_gives_them_up_for_others(
+    memory: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(door, "MEMBERS_MAX", 8)
+    async with in_cluster(memory, 1) as cluster, greedy(cluster, 12) as streams:
+        await cluster.write(EXTENT, bytes(MiB))
+        for stream in streams[:4]:
+            assert await strangers.is_closed(stream)
+        assert await cluster.read(1, EXTENT, 0, MiB) == bytes(MiB)
+
+
+async def test_tickets_displace_no_others(memory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(serving, "TICKETS_PENDING_MAX", 1000)
+    async with in_cluster(memory, 1) as cluster, greedy(cluster, 3) as streams:
+        connection = await strangers.with_ticket(cluster)
+        for stream in streams * (serving.TICKETS_OF_ONE_MAX // wire.TICKETS_MAX):
+            await stream.send_all(frame(wire.Tickets(wire.TICKETS_MAX)))
+            await strangers.receive_frame(stream)
+        assert connection.ticket.number in cluster.nodes[1].serving(serving.TcpServing).pending
+        await connection.aclose()
+
+
+@pytest.mark.parametrize("limit", ["UNTAKEN_BYTES_MAX", "UNTAKEN_OF_ONE_MAX"])
+async def test_who_takes_no_answers_costs_nobody_else_the_connection(
+    memory: Path, monkeypatch: pytest.MonkeyPatch, limit: str
+) -> None:
+    monkeypatch.setattr(door, limit, 30 * MiB)
+    async with in_cluster(memory, 1, timeout_s=60) as cluster, greedy(cluster, 12) as streams:
+        await cluster.peers.device(1).put(EXTENT, TARGET, bytes(MiB))
+        asked = frame(messages.Get([EXTENT] * 8, MiB))
+        async with await strangers.introduced(cluster) as slow:
+            await slow.send_all(asked)
+            await until(lambda: len(cluster.nodes[1].listener.host.door.untaken) == 1)
+            for stream in streams:
+                await stream.send_all(asked)
+            await until(lambda: cluster.nodes[1].listener.host.counters.connections < 14)
+            left = 8 * MiB
+            while left > 0:
+                left -= len(await slow.receive_some(MiB)) or 1 << 60
+            assert left > -MiB
+
+
+@pytest.mark.parametrize("kind", ["requests", "answers", "frames that do not end"])
+async def test_what_a_peer_has_outstanding_is_limited_in_all(memory: Path, kind: str) -> None:
+    """What comes beyond the limit stays at the peer."""
+    sent = 0
+
+    async def send(stream: trio.SocketStream, data: bytes) -> None:
+        nonlocal sent
+        for start in range(0, len(data), 64 << 10):
+            part = data[start : start + (64 << 10)]
+            await stream.send_all(part)
+            sent += len(part)
+
+    async with in_cluster(memory, 1, timeout_s=60) as cluster, greedy(cluster, 12) as streams:
+        host = cluster.nodes[1].listener.host
+        await cluster.peers.device(1).put(EXTENT, TARGET, bytes(MiB))
+        service = cluster.service(1)
+        service.may_seal = trio.Event()
+        puts = [messages.Put(Extent(6, n), TARGET, bytes(MiB)) for n in range(12)]
+        data = {
+            "requests": frame(messages.PutAll(puts)) * 4,
+            "answers": frame(messages.Get([EXTENT] * 200, MiB)) * 20,
+            "frames that do not end": frame(messages.PutAll(puts))[:-1],
+        }[kind]
+        async with trio.open_nursery() as nursery:
+            for stream in streams:
+                nursery.start_soon(send, stream, data)
+            before = -1
+            while sent > before:
+                before = sent
+                await trio.sleep(0.5)
+            served = host.counters.requests
+            assert served["putall"] * 12 * MiB <= rights.OUTSTANDING_BYTES_MAX
+            assert served["get"] * 8 * MiB <= rights.OUTSTANDING_BYTES_MAX
+            # Besides, there is what the kernel keeps of each connection.
+            assert sent < rights.OUTSTANDING_BYTES_MAX + 12 * 6 * MiB
+            service.may_seal.set()
+            await cluster.peers.device(1).put(Extent(7, 0), TARGET, bytes(MiB))
+            nursery.cancel_scope.cancel()
+
+
+async def test_streams_leave_others_threads(memory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(data, "THREADS_MAX", 8)
+    monkeypatch.setattr(door, "OUTSTANDING_BYTES_MAX", 4 * rights.STREAM_BYTES)
+    length = 16 * MiB
+    async with in_cluster(memory, 1, timeout_s=10) as cluster, AsyncExitStack() as stack:
+        await cluster.write(EXTENT, bytes(length))
+        asked = wire.Header(wire.Op.READ, EXTENT, TARGET, 5, 0, 0, ((0, length),), "")
+        for _ in range(10):
+            connection = await strangers.data_connection(cluster, GREEDY)
+            stack.push_async_callback(connection.aclose)
+            await connection.send(connection.framed(wire.encode(asked)))
+        await until(lambda: cluster.nodes[1].listener.host.counters.requests["read"] == 10)
+        with trio.fail_after(5):
+            assert await cluster.read(1, EXTENT, 0, length) == bytes(length)
