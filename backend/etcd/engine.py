@@ -117,14 +117,13 @@ class EtcdEngine:
         self.calls.check_trusted()
         answer = await self.calls.call(RANGE, pb.RangeRequest(key=self.prefix + LAST_KEY))
         self.calls.check_trusted()
-        revision = 0
         for last in answer.kvs:
-            revision = last.mod_revision
-        return revision
+            return int(last.mod_revision)
+        # A member removed the key. A transaction of our own is newer than all that it told of.
+        return await self.transact((), ())
 
     def transact(self, compares: Compares, operations: Operations) -> Coroutine[Any, Any, int]:
-        """Apply all operations if every compare holds, and return the revision of that, which is a new one.
-        It is durable then.
+        """Apply all operations if every compare holds, and return the new revision, which is durable.
 
         Raises Conflict, after which nothing has changed; LeaseEnded; ValueError for more than
         TRANSACTION_OPERATIONS compares or operations, or two on one key.

@@ -184,16 +184,21 @@ class EtcdTransactions:
             if self._fence is not None and self._fence is not than:
                 return self._fence
             self._fence = None
-            request = pb.TxnRequest(
-                success=[
-                    pb.RequestOp(request_put=pb.PutRequest(key=self._fence_key)),
-                    pb.RequestOp(request_range=pb.RangeRequest(key=calls.prefix + self.mark)),
-                ]
-            )
+            mark = calls.prefix + self.mark
+            ask = pb.RequestOp(request_range=pb.RangeRequest(key=mark))
+            put = pb.RequestOp(request_put=pb.PutRequest(key=mark))
+            there = pb.Compare(key=mark, target=pb.Compare.CREATE, create_revision=0)
+            there.result = pb.Compare.GREATER
             while True:
                 if not self._lease:
                     self._lease = await self._leases.grant(_FENCE_TTL_S)
-                request.success[0].request_put.lease = self._lease
+                fence = pb.PutRequest(key=self._fence_key, lease=self._lease)
+                begin = pb.RequestOp(request_put=fence)
+                request = pb.TxnRequest(success=[begin, ask])
+                if self.mark == LAST_KEY:
+                    # A member may have removed it, and then nothing tells how far the history goes.
+                    request.compare.append(there)
+                    request.failure.extend([begin, put])
                 try:
                     answer = await calls.ask(TXN, request, _left_s(deadline))
                     break
@@ -201,13 +206,14 @@ class EtcdTransactions:
                     if error.code != Status.NOT_FOUND:
                         raise calls.failure(error) from None
                     self._lease = 0
-            last = _last_in(answer.responses[1].response_range)
+            last = _Last(answer.header.revision, b"")
+            if answer.succeeded:
+                last = _last_in(answer.responses[1].response_range)
             self._fence = _Fence(answer.header.revision, last)
             return self._fence
 
     async def _delete_fence(self, deadline: float) -> _Last:
-        """Delete the fence, whichever it is, for which etcd needs no room. Return the newest transaction
-        after that."""
+        """Delete the fence, for which etcd needs no room. Return the newest transaction after that."""
         calls = self._calls
         async with self._fencing:
             self._fence = None
@@ -224,13 +230,11 @@ class EtcdTransactions:
                 raise
             return await self._delete_fence(deadline)
 
-    async def _find(
-        self, identity: bytes, since: int, fence: _Fence, deadline: float
-    ) -> int | None:
-        """Return the revision after `since` of the transaction `identity`, which was tried with this fence;
+    async def _find(self, wanted: bytes, since: int, fence: _Fence, deadline: float) -> int | None:
+        """Return the revision after `since` of the transaction `wanted`, which was tried with this fence;
         None if it was not applied, and never will be."""
         last = await self._end_tries(fence, deadline)
-        if last.identity == identity:
+        if last.identity == wanted:
             return last.revision
         if last.revision <= since:
             return None
@@ -238,7 +242,7 @@ class EtcdTransactions:
         try:
             with trio.move_on_at(deadline):
                 async for change in history:
-                    if change.events[0].value == identity:
+                    if change.events[0].value == wanted:
                         return change.revision
                     if change.revision >= last.revision:
                         return None

@@ -55,8 +55,7 @@ _TTL_MAX_S = 3600
 
 
 class Checked(NamedTuple):
-    """A request that may be forwarded. `cost` is how many bytes it adds to etcd's history, `grows` whether
-    it adds keys or a lease."""
+    """A request to forward: `cost` bytes for etcd's history; `grows`: it adds keys or a lease."""
 
     message: Any
     cost: int = 0
@@ -179,8 +178,7 @@ class Readers:
                 await self._feed.wait(answer.header.revision)
 
     async def _caught_up(self, said: EtcdSaid) -> EtcdSaid:
-        """Return the answer to a barrier when a watch here has come so far. If it does not, another node is
-        of more use."""
+        """Return the answer to a barrier when a watch here has come so far, or that it does not."""
         for last in RANGE.parse(said.body).kvs:
             with trio.move_on_after(_CATCH_UP_S):
                 await self._feed.wait(last.mod_revision)
@@ -282,8 +280,7 @@ def _first_events(answer: pb.WatchResponse) -> bytes:
 
 
 def checked(path: str, body: bytes, prefix: bytes, owner: int) -> Checked:
-    """Return a request of a reader, whose certificate has the number `owner`, about the keys with this
-    prefix. Raises PermissionError."""
+    """Return a request about keys with this prefix of the reader number `owner`. Raises PermissionError."""
     if path not in _CHECKS:
         raise denied(f"a reader may not ask etcd for {path[:60]!r}")
     kind, check = _CHECKS[path]

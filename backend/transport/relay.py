@@ -11,6 +11,7 @@ from itertools import chain
 from typing import Any
 
 import trio
+from google.protobuf.message import DecodeError
 
 from ..etcd import etcd_pb2 as pb
 from ..etcd.client import TRY_S, Client, Uncertain, Unsent
@@ -71,7 +72,7 @@ class Relay(Client):
         with trio.move_on_after(timeout_s):
             control = await self._connected()
             heard = control.heard
-            return method.parse(await self.ask(control, method.path, body))
+            return await self.ask(control, method, body)
         reason = f"no answer within {timeout_s:.1f} s"
         if control is None:
             raise Unsent(reason)
@@ -88,15 +89,18 @@ class Relay(Client):
     def stream_failed(self, error: RpcError) -> bool:
         return False
 
-    async def ask(self, control: ControlClient, path: str, body: bytes) -> bytes:
+    async def ask(self, control: ControlClient, method: Method[R], body: bytes) -> R:
         """Return the answer of a node, by its connection. Raises as `attempt`, and OSError."""
         try:
-            said = await control.ask(AskEtcd(path, body), EtcdSaid)
+            said = await control.ask(AskEtcd(method.path, body), EtcdSaid)
         except Unreachable as error:
             self._leave(control, error.reason)
             raise Uncertain(error.reason) from None
         if said.outcome == EtcdOutcome.ANSWERED:
-            return said.body
+            try:
+                return method.parse(said.body)
+            except DecodeError:
+                said = EtcdSaid(EtcdOutcome.UNCERTAIN, text="its answer makes no sense")
         if said.outcome == EtcdOutcome.REFUSED:
             raise RpcError(said.code, said.text)
         # Another node may reach etcd.
@@ -196,15 +200,14 @@ class _Changes:
             while not self._closed:
                 question = self._request.SerializeToString()
                 try:
-                    body = await self._relay.ask(self._control, WATCH.path, question)
+                    answer = await self._relay.ask(self._control, WATCH, question)
                 except Uncertain as error:
                     raise Unsent(str(error)) from None
-                answer = pb.WatchResponse.FromString(body)
                 if answer.events:
                     newest = answer.events[-1].kv.mod_revision
                     self._request.create_request.start_revision = newest + 1
                 if answer.events or answer.canceled:
-                    return body
+                    return bytes(answer.SerializeToString())
         return None
 
     def close(self) -> None:

@@ -24,9 +24,10 @@ from harness.seeds import seeded
 
 from irdmafs.backend.etcd import client, connection
 from irdmafs.backend.etcd import etcd_pb2 as pb
+from irdmafs.backend.etcd.calls import LAST_KEY
 from irdmafs.backend.etcd.engine import EtcdEngine
 from irdmafs.backend.etcd.leases import LeaseEnded
-from irdmafs.backend.etcd.rpc import ALARM, RANGE, NoAnswer
+from irdmafs.backend.etcd.rpc import ALARM, DELETE, RANGE, NoAnswer
 from irdmafs.backend.kv import Change, Compacted, Compare, Delete, Event, NoSpace, Put
 from irdmafs.backend.trust.authority import issue, list_revoked, make_ca
 from irdmafs.backend.trust.security import Credentials
@@ -200,6 +201,14 @@ async def overtaken(engine: EtcdEngine) -> AsyncIterator[None]:
 
 
 @asynccontextmanager
+async def forgotten(engine: EtcdEngine) -> AsyncIterator[None]:
+    """A member has removed the key that tells which transaction was the last."""
+    key = engine.prefix + LAST_KEY
+    await engine.calls.call(DELETE, pb.DeleteRangeRequest(key=key))
+    yield
+
+
+@asynccontextmanager
 async def filled(engine: EtcdEngine) -> AsyncIterator[None]:
     """etcd says that it is full: it answers questions and deletes, and takes nothing else."""
     request = pb.AlarmRequest(action=pb.AlarmRequest.ACTIVATE, memberID=1, alarm=pb.NOSPACE)
@@ -213,7 +222,7 @@ async def filled(engine: EtcdEngine) -> AsyncIterator[None]:
 
 class TestUncertainTransaction:
     @pytest.mark.parametrize("reader", [False, True])
-    @pytest.mark.parametrize("meanwhile", [contextlib.nullcontext, overtaken, filled])
+    @pytest.mark.parametrize("meanwhile", [contextlib.nullcontext, overtaken, forgotten, filled])
     async def test_that_was_applied_is_acknowledged_once_with_its_revision(
         self, own_etcd: EtcdServer, meanwhile: Any, reader: bool
     ) -> None:
@@ -437,6 +446,14 @@ async def test_a_watch_that_was_lost_goes_on_without_gap_or_duplicate(etcd: Etcd
                 await trio.sleep(0.01)
             nursery.cancel_scope.cancel()
         assert watched == await history(direct, b"", END, last)
+
+
+@pytest.mark.parametrize("reader", [False, True])
+async def test_a_barrier_is_newer_than_what_was_forgotten(etcd: EtcdServer, reader: bool) -> None:
+    async with EtcdEngine(etcd.endpoints, new_prefix(), reader=reader) as engine:
+        applied = await engine.transact((), [Put(b"a", b"")])
+        async with forgotten(engine):
+            assert await engine.barrier() > applied
 
 
 async def test_a_watch_may_be_cancelled_and_gone_on_with(etcd: EtcdServer) -> None:

@@ -48,9 +48,9 @@ async def test_a_key_cannot_occur_twice_in_a_transaction(engine: EtcdEngine) -> 
 
 async def test_what_was_put_is_found_with_its_revision(engine: EtcdEngine) -> None:
     large = random.Random(1).randbytes(1_000_000)
-    assert await engine.barrier() == 0
     assert await engine.get(b"a") is None
     assert (await engine.snapshot(b"", END))[1] == []
+    assert await engine.barrier() == engine.revision
     first = await engine.transact((), [Put(b"a", b"1"), Put(b"\0\0", b"")])
     second = await engine.transact((), [Put(b"a", large)])
     assert 0 < first < second
@@ -97,9 +97,7 @@ async def test_a_range_of_any_length_is_of_one_revision(engine: EtcdEngine) -> N
     await engine.close()
 
 
-async def test_the_first_compare_that_does_not_hold_is_named_and_nothing_changes(
-    engine: EtcdEngine,
-) -> None:
+async def test_the_first_compare_that_fails_is_named_nothing_changes(engine: EtcdEngine) -> None:
     first = await engine.transact((), [Put(b"a", b"1"), Put(b"d\0", b"")])
     second = await engine.transact((), [Put(b"b", b"2")])
     cases: list[tuple[list[Compare], bytes]] = [

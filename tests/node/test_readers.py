@@ -4,7 +4,7 @@ import errno
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager, closing, suppress
 from typing import Any
-from unittest.mock import patch
+from unittest.mock import AsyncMock, Mock, patch
 
 import pytest
 import trio
@@ -19,7 +19,7 @@ from irdmafs.backend.cluster.etcd_rights import own_ranges
 from irdmafs.backend.cluster.replica import Replica
 from irdmafs.backend.etcd import etcd_pb2 as pb
 from irdmafs.backend.etcd import rpc
-from irdmafs.backend.etcd.client import DirectClient
+from irdmafs.backend.etcd.client import DirectClient, Uncertain
 from irdmafs.backend.etcd.engine import EtcdEngine
 from irdmafs.backend.etcd.leases import LEASE_BITS
 from irdmafs.backend.etcd.rpc import Message, Method
@@ -29,8 +29,9 @@ from irdmafs.backend.node import readers as limits
 from irdmafs.backend.node.feed import Feed
 from irdmafs.backend.node.readers import PAGE_KEYS, Kept, Readers, checked
 from irdmafs.backend.transport.messages import AskEtcd, EtcdOutcome, EtcdSaid
+from irdmafs.backend.transport.relay import Relay
 from irdmafs.backend.transport.rights import Peer
-from irdmafs.backend.trust.security import Identity
+from irdmafs.backend.trust.security import Credentials, Identity
 
 OWNER, OTHER = 0xABCDEF, 0xABCDF0
 LEASE, FOREIGN = OWNER << LEASE_BITS | 7, OTHER << LEASE_BITS | 7
@@ -347,6 +348,13 @@ async def test_a_node_that_does_not_hear_from_etcd_says_so(server: EtcdServer) -
             assert said.outcome == EtcdOutcome.UNSENT
             said = await deaf.said(rpc.RANGE, pb.RangeRequest(key=PREFIX + b"c"))
             assert said.outcome == EtcdOutcome.ANSWERED
+
+
+async def test_an_answer_that_makes_no_sense_is_none() -> None:
+    control: Any = Mock(ask=AsyncMock(return_value=EtcdSaid(EtcdOutcome.ANSWERED, b"\xff")))
+    with pytest.raises(Uncertain, match="makes no sense"):
+        await Relay([("node", 1)], Credentials("", "", "")).ask(control, rpc.RANGE, b"")
+    assert control.close.called
 
 
 async def test_a_long_answer_comes_in_parts(server: EtcdServer) -> None:
