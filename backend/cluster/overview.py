@@ -1,12 +1,14 @@
 """A whole cluster as commands read it, once, from etcd and its nodes: they follow no watch."""
 
+import errno
 import os
 from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Mapping, Sequence
-from typing import Any
+from typing import Annotated, Any, TypedDict
 
 import msgspec
 import trio
+from msgspec import Meta
 
 from ..etcd.admin import Room
 from ..etcd.engine import EtcdEngine
@@ -15,7 +17,7 @@ from ..kv.faults import Fault, FaultReport, Faults
 from ..model import placement
 from ..model.groups import degraded, leader
 from ..model.policy import LEVELS, Candidate
-from ..model.records import GROUP_BUCKET_BITS, GroupConfig, Layout, Report
+from ..model.records import GROUP_BUCKET_BITS, Count, GroupConfig, Layout, Report
 from ..model.values import ConfigError
 from ..namespace import Inode
 from ..transport.peers import Peers, open_peers
@@ -27,6 +29,26 @@ from .membership import Members
 _SCAN_KEYS = 1000
 _ASK_S = 3.0
 _DEPTH_MAX = 1000
+_Finite = Annotated[float, Meta(ge=-1e12, le=1e12)]
+
+
+class NodeReport(TypedDict, total=False):
+    """What commands act on of a node's report. `wrong_files`: inodes, and if they may be mended."""
+
+    bytes: Count
+    free_bytes: Count
+    resync_bytes_left: Count
+    resync_bytes_per_s: Count
+    pools_in_use: list[int]
+    wrong_files: list[tuple[int, bool]]
+    damaged_records: FaultReport
+    credential_problems: list[str]
+    quarantined_extents: Count
+    quarantined_bytes: Count
+    etcd_grown_seconds: _Finite
+    etcd_grown_bytes: int
+    scrub_share: _Finite | None
+    scrub_age_s: _Finite | None
 
 
 class Cluster:
@@ -41,7 +63,7 @@ class Cluster:
         # Nodes that found that etcd went back in time.
         self.went_back: dict[int, Report] = {}
         # The reports of nodes, by node, and why others were not asked or did not answer.
-        self.reports: dict[int, dict[str, object]] = {}
+        self.reports: dict[int, NodeReport] = {}
         # Paths of files that nodes found damaged, by inode.
         self.paths: dict[int, str] = {}
         self.notes: list[str] = []
@@ -118,13 +140,10 @@ class Cluster:
         share = used / kept if kept else 0.0
         size_bytes, longest_s = 0.0, 0.0
         for node, count in self.joining.items():
-            report = self.reports.get(node, {})
-            left = report.get("resync_bytes_left")
-            left = float(left) if isinstance(left, int) else count * share
-            rate = report.get("resync_bytes_per_s")
-            rate = rate if isinstance(rate, int) and rate else self._rate
+            report = self.reports.get(node, NodeReport())
+            left = report.get("resync_bytes_left", count * share)
             size_bytes += left
-            longest_s = max(longest_s, left / rate)
+            longest_s = max(longest_s, left / (report.get("resync_bytes_per_s") or self._rate))
         return {
             "replicas": self.joining.total(),
             "bytes_about": int(size_bytes),
@@ -143,11 +162,8 @@ class Cluster:
 
     def pools_in_use(self) -> set[int]:
         """Return the pools in which any file has contents, as nodes report; all pools without a report."""
-        told = [
-            set(pools)
-            for report in self.reports.values()
-            if isinstance(pools := report.get("pools_in_use"), list)
-        ]
+        reports = self.reports.values()
+        told = [report["pools_in_use"] for report in reports if "pools_in_use" in report]
         return set().union(*told) if told else {group >> GROUP_BUCKET_BITS for group in self.groups}
 
     def unavailable(self) -> int:
@@ -156,25 +172,22 @@ class Cluster:
         return sum(leader(config, live) is None for config in self.groups.values())
 
     def damaged(self) -> dict[int, bool]:
-        """Return the inodes of which a live node has wrong bytes, and whether another node has, or may
-        have, a right copy."""
+        """Return the inodes of which a live node has wrong bytes, and if another may have right ones."""
         found: dict[int, bool] = {}
         for report in self.reports.values():
-            told = report.get("wrong_files")
-            for ino, may_be_mended in told if isinstance(told, list) else ():
-                found[ino] = found.get(ino, True) and bool(may_be_mended)
+            for ino, may_be_mended in report.get("wrong_files", ()):
+                found[ino] = found.get(ino, True) and may_be_mended
         return found
 
     def faults(self) -> tuple[int, list[Fault]]:
         """Return how many records are damaged, as far as one process knows, and some of them."""
-        told = [report.get("damaged_records", (0, ())) for report in self.reports.values()]
-        reports = [self.own_faults.report(), *(msgspec.convert(one, FaultReport) for one in told)]
+        told = (report.get("damaged_records") for report in self.reports.values())
+        reports = [self.own_faults.report(), *filter(None, told)]
         some = {fault.what: fault for report in reports for fault in report.some}
         return max(len(some), *(report.number for report in reports)), [*some.values()]
 
     def plan(self, candidates: Sequence[Candidate], held: Mapping[int, int]) -> dict[str, Any]:
-        """Return what the groups' leaders would copy if these were the nodes; `held` are the groups'
-        bytes."""
+        """Return what the groups' leaders would copy with these nodes; `held` are the groups' bytes."""
         moves = placement.plan(self.groups, self._target_with(candidates), held)
         arriving: Counter[int] = Counter()
         for move in moves:
@@ -234,11 +247,16 @@ async def read_cluster(engine: EtcdEngine, rebalance_rate: int) -> Cluster:
 
 
 async def ask_nodes(found: Cluster, config: ClusterConfig) -> None:
-    """Ask the live nodes for their reports. A node that cannot be reached from here can be healthy: its
-    lease decides."""
+    """Ask the live nodes for their reports. One that cannot be reached from here can be healthy."""
 
     async def ask(peers: Peers, node: int) -> None:
-        found.reports[node] = await peers.status(node)
+        status = await peers.status(node)
+        try:
+            # As JSON has it.
+            told = msgspec.json.decode(msgspec.json.encode(status))
+            found.reports[node] = told | msgspec.convert(told, NodeReport)
+        except (msgspec.MsgspecError, TypeError, ValueError, RecursionError) as error:
+            raise OSError(errno.EBADMSG, f"its report makes no sense: {error}") from None
 
     try:
         refused = await _ask_each(found, config, found.live, ask)
@@ -251,8 +269,7 @@ async def ask_nodes(found: Cluster, config: ClusterConfig) -> None:
 async def begin_scrub(
     found: Cluster, config: ClusterConfig, nodes: Iterable[int]
 ) -> dict[int, str]:
-    """Have these nodes check everything they keep, and return the reasons of nodes that do not. Raises
-    ConfigError."""
+    """Have these nodes check all they keep; return why others do not. Raises ConfigError."""
     return await _ask_each(found, config, nodes, Peers.scrub)
 
 
@@ -262,8 +279,7 @@ async def _ask_each(
     nodes: Iterable[int],
     ask: Callable[[Peers, int], Awaitable[None]],
 ) -> dict[int, str]:
-    """Ask these nodes at the same time, and return the reasons of those that do not answer. Raises
-    ConfigError."""
+    """Ask these nodes at the same time; return why some do not answer. Raises ConfigError."""
     refused: dict[int, str] = {}
 
     async def ask_one(node: int) -> None:
@@ -288,8 +304,7 @@ async def _ask_each(
 
 
 async def name_files(found: Cluster, engine: EtcdEngine) -> None:
-    """Find the paths of files whose content or record is damaged; if there are any, by reading every name.
-    Raises OSError."""
+    """Find the paths of damaged files and records, if any, by reading every name. Raises OSError."""
     damaged = {*found.damaged(), *(fault.ino for fault in found.faults()[1] if fault.ino)}
     if not damaged:
         return

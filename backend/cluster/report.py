@@ -14,7 +14,7 @@ from ..model.policy import policy_of_rule
 from ..model.records import GROUP_BUCKET_BITS, MountRecord
 from ..model.values import counted
 from .history import described
-from .overview import Cluster
+from .overview import Cluster, NodeReport
 
 Health = Literal["ok", "degraded", "unavailable"]
 HEALTHS: tuple[Health, ...] = ("ok", "degraded", "unavailable")
@@ -140,8 +140,7 @@ def _node_problem(found: Cluster, node: int) -> str:
     at, alone = found.members.nodes.get(node), len(found.only_copies(node))
     name = f"node {node:016x}"
     if at is not None:
-        refused = found.reports.get(node, {}).get("credential_problems")
-        if isinstance(refused, list) and refused:
+        if refused := found.reports.get(node, NodeReport()).get("credential_problems"):
             return f"{name} goes on with its former credentials: {'; '.join(refused)}"
         if at.free_bytes >= _FULL_SHARE * at.total_bytes:
             return ""
@@ -163,8 +162,7 @@ def _node_problem(found: Cluster, node: int) -> str:
 
 
 def _unfit_rules(found: Cluster) -> list[str]:
-    """Return the placement rules that no node obeys. A rule stays known when no directory has it any more,
-    so this is no fault."""
+    """Return the placement rules that no node obeys. Rules stay for ever, so this is no fault."""
     candidates = found.members.candidates()
     return [
         f"no node that is up fits the placement {rule!r}: below directories that have it "
@@ -180,9 +178,8 @@ def _quarantined(found: Cluster) -> list[str]:
         f"node {node:016x} keeps {counted(extents, 'extent')} ({size >> 20} MiB) in quarantine that "
         "nothing names: they go in time, or when room is wanted"
         for node, report in sorted(found.reports.items())
-        if isinstance(extents := report.get("quarantined_extents"), int)
-        and isinstance(size := report.get("quarantined_bytes"), int)
-        and extents
+        if (extents := report.get("quarantined_extents", 0))
+        and (size := report.get("quarantined_bytes"))
     ]
 
 
@@ -219,7 +216,7 @@ def _node_json(found: Cluster, node: int) -> dict[str, Any]:
     record, at = found.members.records.get(node), found.members.nodes.get(node)
     # The node's own report comes first, so that what etcd knows replaces it.
     result: dict[str, Any] = {
-        **found.reports.get(node, {}),
+        **found.reports.get(node, NodeReport()),
         "id": f"{node:016x}",
         "state": found.state_of(node),
         "weight": record.weight if record else None,
@@ -243,12 +240,10 @@ def _node_json(found: Cluster, node: int) -> dict[str, Any]:
 
 def _etcd_json(found: Cluster) -> dict[str, Any]:
     """Return the room of each member of etcd, and its growth as the node knows that watches longest."""
-    grown = [
-        (seconds, size)
-        for report in found.reports.values()
-        if isinstance(seconds := report.get("etcd_grown_seconds"), float | int)
-        and isinstance(size := report.get("etcd_grown_bytes"), int)
-    ]
+    reports = found.reports.values()
+    grown = (
+        (one.get("etcd_grown_seconds", 0.0), one.get("etcd_grown_bytes", 0)) for one in reports
+    )
     seconds, size = max(grown, default=(0, 0))
     alarms: set[str] = set()
     members: dict[str, dict[str, Any]] = {}

@@ -1,14 +1,18 @@
 """The commands of a cluster, against a real etcd: what they print, write and refuse; exit codes."""
 
+import itertools
 import json
+import math
 import os
 import re
 import signal
 import subprocess
 from collections.abc import Awaitable, Callable
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import msgspec
 import pytest
@@ -18,6 +22,7 @@ from harness.closing import descriptor
 from harness.etcd_server import EtcdServer
 from harness.mountpoint import INTERRUPTED, IRDMAFS, eventually, irdmafs, one_line
 from harness.processes import Program, has_ended
+from harness.transport_nodes import Yes, serving
 
 from irdmafs.backend.cluster import overview
 from irdmafs.backend.cluster.config import ClusterConfig
@@ -120,6 +125,28 @@ def nobodys_port(node: int) -> int:
 A, B, C, D = 0xA1 << 56, 0xB2 << 56, 0xC3 << 56, 0xD4
 
 
+ODD = {"scrub_age_s": math.nan, "more": b"no text"}
+LIES: list[dict[str, Any]] = [
+    ODD, {"bytes": "many"}, {"scrub_age_s": 1e300}, {"wrong_files": [1]}, {"pools_in_use": [[1]]},
+    {"damaged_records": ""}, {"quarantined_bytes": -1}, {"credential_problems": [1]},
+    {"etcd_grown_seconds": 1e300}, {"resync_bytes_per_s": -1},
+]  # fmt: skip
+
+
+async def test_a_report_that_makes_no_sense_is_told_of(cluster: Cluster, memory: Path) -> None:
+    liar: Any = Yes(7)
+    async with serving(memory, 7, service=liar) as node:
+        port = node.listener.control_port
+        address = NodeAddress("127.0.0.1", port, port, ["tcp"], "h", "/s", GIB, GIB, "0")
+        await trio.to_thread.run_sync(cluster.put, (key_of(b"n", 7), address))
+        for lie, flags in itertools.product(LIES, ([], ["--json"])):
+            with patch.object(liar, "status", return_value=lie):
+                command = partial(cluster.run, "cluster", "status", *flags)
+                done = await trio.to_thread.run_sync(command)
+            is_told = "does not answer: its report makes no sense" in done.stdout
+            assert (done.stderr, is_told) == ("", lie is not ODD), lie
+
+
 # -- cluster init ---------------------------------------------------------------------------------
 
 
@@ -165,9 +192,7 @@ def test_init_refuses_a_cluster_or_files_that_exist_and_leaves_them(cluster: Clu
     assert {p.name: p.read_bytes() for p in cluster.directory.iterdir() if p.is_file()} == files
 
 
-def test_of_two_inits_at_once_in_a_directory_one_makes_the_cluster(
-    etcd: EtcdServer, tmp_path: Path
-) -> None:
+def test_of_two_inits_at_once_one_makes_the_cluster(etcd: EtcdServer, tmp_path: Path) -> None:
     new = Cluster(etcd, tmp_path / "made", "twice")
     with ThreadPoolExecutor() as pool:
         first, second = pool.map(new.init, ["--etcd-plain"] * 2)
@@ -324,9 +349,7 @@ def test_status_when_all_is_well(cluster: Cluster) -> None:
         assert expected in text
 
 
-def test_status_of_a_dead_node_is_degraded_and_without_a_live_replica_unavailable(
-    cluster: Cluster,
-) -> None:
+def test_status_with_a_dead_node_is_degraded_without_replica_unavailable(cluster: Cluster) -> None:
     cluster.admit(A, B, C)
     cluster.keep(GroupConfig(1, (A, B)), GroupConfig(2, (A,), (C,)))
     cluster.delete(key_of(b"n", B))
