@@ -6,7 +6,7 @@ import socket
 import threading
 from collections import Counter
 from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Mapping
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from socketserver import TCPServer, ThreadingMixIn
 from typing import TYPE_CHECKING, Any
 from wsgiref.simple_server import WSGIRequestHandler, WSGIServer, make_server
@@ -23,6 +23,7 @@ log = logging.getLogger(__name__)
 
 # A scrape is short; a client that sends nothing must not keep a thread.
 _SCRAPE_TIMEOUT_S = 10.0
+_END_S = 0.5
 SCRAPES_AT_ONCE = 8
 
 Figures = Callable[[], Iterable[Any]]
@@ -78,12 +79,13 @@ class _Handler(WSGIRequestHandler):
 
 
 class _Server(ThreadingMixIn, WSGIServer):
-    """Closes connections above a limit at once, as each takes a thread and a descriptor."""
+    """Closes the oldest connections above a limit, as each takes a thread and a descriptor."""
 
     daemon_threads = True
 
     def __init__(self, address: tuple[str, int], handler: type[WSGIRequestHandler]) -> None:
         self._free = threading.BoundedSemaphore(SCRAPES_AT_ONCE)
+        self._serving: dict[socket.socket, None] = {}  # the oldest first
         self.address_family = socket.AF_INET6 if ":" in address[0] else socket.AF_INET
         super().__init__(address, handler)
 
@@ -94,12 +96,19 @@ class _Server(ThreadingMixIn, WSGIServer):
         self.setup_environ()
 
     def verify_request(self, request: Any, client_address: Any) -> bool:
-        return self._free.acquire(blocking=False)
+        for oldest in [*self._serving][: -SCRAPES_AT_ONCE + 1]:
+            with suppress(OSError):
+                oldest.shutdown(socket.SHUT_RDWR)
+        # Its thread may still be at work.
+        if is_free := self._free.acquire(timeout=_END_S):
+            self._serving[request] = None
+        return is_free
 
     def process_request_thread(self, request: Any, client_address: Any) -> None:
         try:
             super().process_request_thread(request, client_address)
         finally:
+            self._serving.pop(request)
             self._free.release()
 
     def handle_error(self, request: Any, client_address: Any) -> None:
