@@ -223,7 +223,7 @@ class Report(msgspec.Struct, array_like=True, frozen=True):
     seen: Count
     found: Count
     epoch: Count
-    time_s: float
+    time_s: Annotated[float, msgspec.Meta(ge=0, le=1 << 37)]
 
 
 class Layout(NamedTuple):

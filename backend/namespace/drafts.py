@@ -28,7 +28,8 @@ def is_draft(inodes: Mapping[int, Inode], directory: int, *below: bytes) -> bool
     names = [*below]
     for inode in upwards(inodes, directory):
         if DRAFTS in inode.xattrs:
-            patterns = inode.xattrs[DRAFTS].split()
+            # A member may have forged longer ones.
+            patterns = inode.xattrs[DRAFTS][:_PATTERNS_MAX_BYTES].split()
             return any(fnmatchcase(name, pattern) for pattern in patterns for name in names)
         names.append(inode.name)
     return False

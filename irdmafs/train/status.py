@@ -10,6 +10,7 @@ import shlex
 import time
 from collections.abc import Collection, Iterable, Iterator
 from pathlib import Path
+from typing import Annotated
 
 import msgspec
 
@@ -43,7 +44,7 @@ class Refusal(msgspec.Struct, frozen=True):
 
     path: str
     reason: str
-    made_s: float
+    made_s: Annotated[float, msgspec.Meta(ge=0, le=1 << 37)]
     code: int = errno.EINVAL
     counts: bool = False
 

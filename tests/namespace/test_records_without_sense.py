@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from irdmafs.backend.kv import Event, KeyValue
 from irdmafs.backend.model.records import ContentId, Layout
 from irdmafs.backend.namespace import ROOT_INO, Inode
+from irdmafs.backend.namespace.drafts import DRAFTS, is_draft
 from irdmafs.backend.namespace.inode import FIRST_VIRTUAL_INO, inode_key, name_key
 from irdmafs.backend.namespace.numbers import SUBVOLUMES, next_ino_key, numbers_of
 from irdmafs.backend.namespace.quotas import QUOTA_NAMES
@@ -28,6 +29,13 @@ LIMITS = st.dictionaries(
     st.sampled_from([b"3", b"-5", b"x", b"", b"9" * 400, b"9" * 5000]),
     max_size=2,
 )
+
+
+def test_patterns_of_drafts_that_no_mount_sets_are_not_all_compared() -> None:
+    root = Inode(ROOT_INO, 0o40755, 0, 0, 5)
+    root.xattrs = {DRAFTS: b"a " * 200 + b"*"}
+    assert not is_draft({ROOT_INO: root}, ROOT_INO, b"b")
+    assert is_draft({ROOT_INO: root}, ROOT_INO, b"a")
 
 
 @st.composite

@@ -34,6 +34,7 @@ from irdmafs.train import Reducer, Refused, TrainError, Worker
 from irdmafs.train.directory import TrainDirectory, replace
 from irdmafs.train.pushes import inspect
 from irdmafs.train.shard_files import ShardFile
+from irdmafs.train.status import report
 
 
 def entry(first: int, end: int, shape: list[int], dtype: str = "F32") -> dict[str, object]:
@@ -203,6 +204,16 @@ def test_reasons_are_kept_in_no_directory_that_a_link_leads_to(run: Path, place:
     assert sorted(os.listdir(victim)) == before
 
 
+@pytest.mark.parametrize(
+    "forged", ['"made_s": 1e300', '"made_s": -1e300', '"made_s": 1, "code": "many"', '"made_s"']
+)
+def test_forged_refusal_is_passed_over(run: Path, forged: str) -> None:
+    start(run)
+    refusal = f'{{"path": "forged", "reason": "none", {forged}}}'
+    (TrainDirectory(run).refused / "1.host.1").write_text(refusal)
+    assert "forged" not in report(TrainDirectory(run))
+
+
 def test_what_a_link_in_staging_leads_to_is_not_removed_with_it(run: Path, place: Path) -> None:
     start(run)
     victim, link = place / "victim", TrainDirectory(run).staging / "w@1"
@@ -289,9 +300,7 @@ def test_configuration_that_became_invalid_refuses_pushes_until_it_is_mended(run
 
 @pytest.mark.parametrize("shards", [1, 3])
 @pytest.mark.parametrize("when", ["before it is planned", "afterwards"])
-def test_push_that_was_changed_after_its_check_holds_nobody_up(
-    run: Path, shards: int, when: str
-) -> None:
+def test_push_changed_after_its_check_holds_nobody_up(run: Path, shards: int, when: str) -> None:
     start(run, shards=shards)
     with Reducer(run) as reducer, Worker(run, "a") as a, Worker(run, "b") as b:
         a.push(ones())
@@ -374,9 +383,7 @@ def test_check_of_any_bytes_ends_with_a_verdict(
         os.close(fd)
 
 
-def test_a_link_that_takes_the_place_of_a_push_after_it_was_looked_at_is_not_read(
-    tmp_path: Path,
-) -> None:
+def test_a_link_in_the_place_of_a_push_that_was_looked_at_is_not_read(tmp_path: Path) -> None:
     save_file({"slope": np.ones(1, np.float32)}, tmp_path / "secret.safetensors")
     link = tmp_path / "w.safetensors"
     link.symlink_to("secret.safetensors")

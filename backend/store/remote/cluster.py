@@ -177,7 +177,7 @@ def _is_store_of(directory: str, node: int) -> bool:
                 and bool(json.load(file)["id"] == f"{node:x}")
                 and os.access(f"{directory}/incoming", os.W_OK | os.X_OK)
             )
-    except (OSError, ValueError, KeyError):
+    except (OSError, ValueError, KeyError, TypeError, RecursionError):
         return False
 
 
