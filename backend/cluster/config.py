@@ -13,6 +13,7 @@ import difflib
 import functools
 import ipaddress
 import os
+import signal
 import socket
 import tomllib
 from collections.abc import Mapping
@@ -173,6 +174,8 @@ def _hint(word: str, known: Any) -> str:
 
 
 def _convert(data: Mapping[str, Any], source: str) -> ClusterConfig:
+    # msgspec swallows a KeyboardInterrupt that comes while it looks types up.
+    signals = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT, signal.SIGTERM})
     try:
         return _plain(msgspec.convert(data, ClusterConfig, dec_hook=from_text, strict=True))
     except msgspec.ValidationError as error:
@@ -182,6 +185,8 @@ def _convert(data: Mapping[str, Any], source: str) -> ClusterConfig:
         if not isinstance(error.__cause__, ValueError):  # not the words of this program
             what = _expected(data, place) or what.replace("`", "")
         raise ConfigError(f"{source}: {place and place + ': '}{what}") from error
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, signals)
 
 
 def _expected(data: Mapping[str, Any], place: str) -> str:

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import click
 
 from ..backend.model.values import ConfigError
-from ..mount import mounting
+from ..mount import background, mounting
 from ..mount_options import MountError
 from . import status
 
@@ -141,8 +141,10 @@ async def read_state(config: ClusterConfig, engine: EtcdEngine) -> Cluster:
 
 
 @click.group()
-def cluster() -> None:
+@click.pass_context
+def cluster(ctx: click.Context) -> None:
     """Make a cluster, look at it and change it."""
+    ctx.with_resource(background.ended_as_by_ctrl_c())
 
 
 @cluster.command()

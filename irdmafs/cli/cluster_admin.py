@@ -72,26 +72,20 @@ def made_files(directory: str, plan: Plan) -> Iterator[str]:
     path = os.path.join(directory, "cluster.toml")
     try:
         os.makedirs(directory, mode=0o700, exist_ok=True)
-        with alone_in(directory), _new_files_removed(directory):
-            _write_files(directory, path, plan)
-            yield path
+        with alone_in(directory):
+            there = os.listdir(directory)
+            try:
+                _write_files(directory, path, plan)
+                yield path
+            except BaseException:
+                for name in {*os.listdir(directory)}.difference(there):
+                    if name.endswith(("cluster.toml", ".pem", ".key", ".crl")):
+                        os.unlink(os.path.join(directory, name))
+                raise
     except OSError as error:
         raise ConfigError(
             f"cannot make {path}: {error.strerror}; choose another directory with --out"
         ) from error
-
-
-@contextmanager
-def _new_files_removed(directory: str) -> Iterator[None]:
-    """Remove files of a cluster that the block makes, if it fails."""
-    there = os.listdir(directory)
-    try:
-        yield
-    except BaseException:
-        for name in os.listdir(directory):
-            if name not in there and name.endswith(("cluster.toml", ".pem", ".key", ".crl")):
-                os.unlink(os.path.join(directory, name))
-        raise
 
 
 def _write_files(directory: str, path: str, plan: Plan) -> None:
@@ -113,7 +107,6 @@ def _write_files(directory: str, path: str, plan: Plan) -> None:
     # Written last: its presence says that the other files are complete.
     with open(path, "x") as file:
         file.write(text)
-    ClusterConfig.load(path)
 
 
 def _config_text(plan: Plan) -> str:

@@ -250,10 +250,7 @@ def _discard_unmounted(directory: str, mountpoint: str, discard: bool, given: st
             f"{directory} is not mounted, and has no store of its own; one that was given with --store is "
             "discarded with: irdmafs umount --discard --store STORE"
         )
-    if given is None:
-        stores.discard_store(store)
-    else:
-        stores.discard_given_store(store)
+    (stores.discard_store if given is None else stores.discard_given_store)(store)
 
 
 def _refuse_of_another(mount: mounting.Mount) -> None:
@@ -335,10 +332,7 @@ def status_command(ctx: click.Context, directory: str | None, as_json: bool) -> 
     if directory is not None:
         found = mount_of(directory)
         entry = status.report(found)
-        if as_json:
-            print_json(entry.to_json())
-        else:
-            status.print_mount(entry)
+        print_json(entry.to_json()) if as_json else status.print_mount(entry)
         ctx.exit(0 if entry.state == "ok" else 1)
     from concurrent.futures import ThreadPoolExecutor
 

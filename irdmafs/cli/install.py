@@ -22,7 +22,20 @@ _UNITS = "etc/systemd/system"
 _MARK = "# Written by `irdmafs install`, and removed by `irdmafs uninstall`.\n"
 
 # A second signal would end a process at once, so that systemd sends only the first one to it (mixed).
-_SERVICE = """\
+_UNIT = f"""\
+{_MARK}# The instance is the {{0}}, as `systemd-escape --path` writes it. Other options:
+# systemctl edit irdmafs-{{name}}@INSTANCE, with [Service] and Environment="OPTIONS=...".
+[Unit]
+Description=irdmafs {{1}} %f
+Wants=network-online.target
+After=network-online.target etcd.service
+{{2}}
+[Service]
+Environment="OPTIONS=--cluster /etc/irdmafs/cluster.toml"
+ExecStart={{irdmafs}} {{name}} --foreground $OPTIONS -- %f
+{{3}}
+TimeoutStartSec={{4}}
+TimeoutStopSec={{5}}
 Type=notify
 KillMode=mixed
 Restart=on-failure
@@ -34,39 +47,14 @@ LimitMEMLOCK=infinity
 [Install]
 WantedBy=multi-user.target
 """
-
-_MOUNT_UNIT = f"""\
-{_MARK}# The instance is the mountpoint, as `systemd-escape --path` writes it. Other options:
-# systemctl edit irdmafs-mount@INSTANCE, with [Service] and Environment="OPTIONS=...".
-[Unit]
-Description=irdmafs on %f
-Wants=network-online.target
-After=network-online.target etcd.service
-
-[Service]
-Environment="OPTIONS=--cluster /etc/irdmafs/cluster.toml"
-ExecStartPre=-/bin/mkdir -p %f
-ExecStart={{irdmafs}} mount --foreground $OPTIONS -- %f
-TimeoutStartSec=5min
-TimeoutStopSec=2min
-{_SERVICE}"""
-
-_SERVE_UNIT = f"""\
-{_MARK}# The instance is the store, as `systemd-escape --path` writes it. Other options:
-# systemctl edit irdmafs-serve@INSTANCE, with [Service] and Environment="OPTIONS=...".
-[Unit]
-Description=irdmafs store node in %f
-Wants=network-online.target
-After=network-online.target etcd.service
-RequiresMountsFor=%f
-
-[Service]
-Environment="OPTIONS=--cluster /etc/irdmafs/cluster.toml"
-ExecStart={{irdmafs}} serve --foreground $OPTIONS -- %f
-ExecReload=/bin/kill -HUP $MAINPID
-TimeoutStartSec=infinity
-TimeoutStopSec=1min
-{_SERVICE}"""
+# What an instance is, its description, what else the unit needs and does, and how long start and stop take.
+_WORDS = {
+    "mount": ("mountpoint", "on", "", "ExecStartPre=-/bin/mkdir -p %f", "5min", "2min"),
+    "serve": (
+        *("store", "store node in", "RequiresMountsFor=%f\n"),
+        *("ExecReload=/bin/kill -HUP $MAINPID", "infinity", "1min"),
+    ),
+}
 
 
 class _Part(NamedTuple):
@@ -114,9 +102,10 @@ def _parts(root: str) -> Iterator[_Part]:
             yield _Part(path, os.path.join(programs, f"{kind}.irdmafs"), is_link=True)
     # Specifiers of systemd begin with %.
     irdmafs = os.path.join(programs, "irdmafs").replace("%", "%%")
-    for name, text in (("mount", _MOUNT_UNIT), ("serve", _SERVE_UNIT)):
+    for name, words in _WORDS.items():
         path = os.path.join(root, _UNITS, f"irdmafs-{name}@.service")
-        yield _Part(path, text.format(irdmafs=f'"{irdmafs}"'), is_link=False)
+        text = _UNIT.format(*words, name=name, irdmafs=f'"{irdmafs}"')
+        yield _Part(path, text, is_link=False)
 
 
 def _programs() -> str:

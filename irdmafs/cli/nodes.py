@@ -311,6 +311,7 @@ def prefetch(paths: tuple[str, ...], no_wait: bool) -> None:
     """
     from .cluster_status import Progress
 
+    failed = 0
     for path in paths:
         _ask(path, _PREFETCH_NOW_XATTR)
     for path in () if no_wait else paths:
@@ -322,6 +323,9 @@ def prefetch(paths: tuple[str, ...], no_wait: bool) -> None:
                 if now.get("done", 0) >= now.get("files", 0):
                     break
                 time.sleep(_PREFETCH_PERIOD_S)
+        failed += now.get("failed", 0)
+    if failed:
+        raise MountError(f"could not fetch {counted(failed, 'file')}: the mount's log says why")
 
 
 def _ask(path: str, attribute: str) -> bytes:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import errno
 import logging
 import shlex
 from collections.abc import Iterator
@@ -17,8 +16,6 @@ from ..mount_options import MountError
 from .cluster import say
 
 _say = partial(say, err=True)
-# The mount under a reducer has ended.
-_UNMOUNTED = (errno.ENOTCONN, errno.ECONNABORTED, errno.ENODEV, errno.ESTALE)
 _directory = click.argument("directory", metavar="DIR")
 
 
@@ -34,9 +31,7 @@ def _one_line_errors(directory: str) -> Iterator[None]:
     except TrainError as error:
         raise MountError(str(error)) from error
     except OSError as error:
-        if error.errno in _UNMOUNTED:
-            raise MountError(f"{directory}: its mount has ended") from error
-        raise MountError(f"{error.filename or directory}: {error.strerror}") from error
+        raise MountError(f"{error.filename or directory}: {mounting.reason(error)}") from error
 
 
 @click.group()

@@ -29,9 +29,7 @@ are copies and outlive the version. For CUDA they go through pinned memory. They
 >>> buffer = client.Buffer(2 << 30)                         # or Buffer(2 << 30, device="cuda")
 >>> weights = store.state_dict("model.safetensors", into=buffer)    # shows the buffer's memory
 
-The mount of a cluster reads into it straight from the store nodes, past the host's cache, unless the file
-is on this host anyway; where that cannot be done, the file is opened and copied. It is for the only reader
-of a file on its host; files that several processes read are better read from the cache.
+It is for the only reader of a file on its host; what several processes read is better read from the cache.
 
 **Waiting.** wait() returns when a path leads to something new, whichever host published it:
 

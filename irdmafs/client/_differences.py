@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import filecmp
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from typing import TypeVar
 
 import numpy as np
 
@@ -13,21 +15,32 @@ from ._files import FormatError
 from ._store import SAFETENSORS, Store
 from ._versions import files_below
 
+T = TypeVar("T")
+
 
 def differences(old: str, new: str) -> Iterator[tuple[str, str]]:
     """Yield what came ("+"), went ("-") or changed ("~") between two directories: the path of a file from
     there, or the name of a tensor of a .safetensors file as ``Store`` knows it. Names of one inode are
     not read. Raises OSError."""
-    before, after = (
-        {os.path.relpath(file, top) for file in files_below(top)} for top in (old, new)
-    )
+    files = ({os.path.relpath(file, top): file for file in files_below(top)} for top in (old, new))
+    for sign, name in _compared(_are_equal, *files):
+        yield sign, name
+        if sign == "~" and name.endswith(SAFETENSORS):
+            # Not those of a file that is damaged or empty, or of a link that leads nowhere.
+            with contextlib.suppress(FormatError, KeyError):
+                tensors = (Store(top).state_dict(name) for top in (old, new))
+                for change, tensor in _compared(_have_equal_bytes, *tensors):
+                    yield change, f"{name}/{tensor}"
+
+
+def _compared(
+    are_equal: Callable[[T, T], bool], before: dict[str, T], after: dict[str, T]
+) -> Iterator[tuple[str, str]]:
     for name in sorted(before | after):
         if name not in before or name not in after:
             yield "+" if name in after else "-", name
-        elif not _are_equal(os.path.join(old, name), os.path.join(new, name)):
+        elif not are_equal(before[name], after[name]):
             yield "~", name
-            if name.endswith(SAFETENSORS):
-                yield from _tensors_that_differ(old, new, name)
 
 
 def _are_equal(old: str, new: str) -> bool:
@@ -35,18 +48,6 @@ def _are_equal(old: str, new: str) -> bool:
     if os.path.islink(old) or os.path.islink(new):
         return os.path.islink(old) == os.path.islink(new) and os.readlink(old) == os.readlink(new)
     return os.path.samefile(old, new) or filecmp.cmp(old, new, shallow=False)
-
-
-def _tensors_that_differ(old: str, new: str, name: str) -> Iterator[tuple[str, str]]:
-    try:
-        before, after = Store(old).state_dict(name), Store(new).state_dict(name)
-    except FormatError:
-        return
-    for tensor in sorted(before.keys() | after.keys()):
-        if tensor not in before or tensor not in after:
-            yield "+" if tensor in after else "-", f"{name}/{tensor}"
-        elif not _have_equal_bytes(before[tensor], after[tensor]):
-            yield "~", f"{name}/{tensor}"
 
 
 def _have_equal_bytes(one: Array, other: Array) -> bool:

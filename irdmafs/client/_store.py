@@ -103,9 +103,10 @@ class Store(MutableMapping[str, Array], Closing):
     """
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
+        # Of the path as it is given: "" would be where the program is.
+        if not stat.S_ISDIR(os.stat(path).st_mode):
+            raise NotADirectoryError(errno.ENOTDIR, "Not a directory", path)
         self.path = os.path.abspath(path)
-        if not stat.S_ISDIR(os.stat(self.path).st_mode):
-            raise NotADirectoryError(errno.ENOTDIR, "Not a directory", self.path)
         self._closed = False
         self._parsed: OrderedDict[str, _Parsed] = OrderedDict()
         self._parsed_lock = threading.Lock()

@@ -14,6 +14,7 @@ import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
+from pathlib import Path
 from typing import NamedTuple
 
 from . import _locks
@@ -23,6 +24,7 @@ from ._waiting import Seen, wait
 
 log = logging.getLogger(__name__)
 
+_INSIDE = ("versions", ".held", ".drafts")
 _NUMBER = re.compile(r"[1-9][0-9]{0,17}", re.ASCII)
 _FLAGS = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
 # Files that are fetched at once.
@@ -56,7 +58,7 @@ class Versions:
         self.directory = os.path.abspath(directory)
         self.keep = keep
         self._versions, self._held, self._drafts = (
-            os.path.join(self.directory, name) for name in ("versions", ".held", ".drafts")
+            os.path.join(self.directory, name) for name in _INSIDE
         )
 
     def path(self, number: int) -> str:
@@ -88,7 +90,8 @@ class Versions:
         published after an exception. ``expected``: as for publish(). Raises OSError."""
         with self._drafted() as path:
             yield path
-            self.publish(path, expected=expected)
+            self._publish(path, expected)
+            self.tidy()
 
     def publish(self, directory: StrPath, *, expected: int | None = None) -> int:
         """Make a directory of this filesystem the next version, and return its number. It loses its old
@@ -96,8 +99,14 @@ class Versions:
 
         Raises FileExistsError if the newest version is not ``expected``, so that of several writers who
         began with the same version one publishes; and OSError, after which nothing has changed, unless this
-        host was cut off for so long that others may have published meanwhile (EIO).
+        host was cut off for so long that others may have published meanwhile (EIO). EPERM: the directory
+        is a part of a version, which stays whole.
         """
+        real = Path(directory).resolve()
+        for top in real.parents:
+            if real.relative_to(top).parts[0] in _INSIDE and (top / ".held").is_dir():
+                text = f"It is a part of the versions in {top}: copy it"
+                raise OSError(errno.EPERM, text, directory)
         number = self._publish(directory, expected)
         self.tidy()
         return number

@@ -64,7 +64,7 @@ def wait(path: StrPath, newer_than: Seen | None = None, *, timeout: float | None
         if seen not in (None, newer_than):
             return seen
         left_s = None if until_s is None else until_s - time.monotonic()
-        if left_s is not None and left_s <= 0.0:
+        if left_s is not None and not left_s > 0.0:  # nor NaN
             raise TimeoutError(errno.ETIMEDOUT, f"Nothing new in {timeout:g} s", os.fspath(path))
         with contextlib.suppress(InterruptedError, FileNotFoundError):
             _changes(top, f".{before}" if left_s is None else f".{before}.{min(1e6, left_s):.3f}")

@@ -198,11 +198,14 @@ class Worker(Closing):
         return Push(self.name, self.step + 1, "", self._weight, self.version, self._lr)
 
     def _take_part_again(self) -> None:
-        """Go on after this host was cut off. Raises Refused if another worker has the name, or pushed."""
+        """Go on after this host was cut off. Raises Refused if another worker has the name, or pushed, or
+        another training has begun."""
         pushed = self._pushed
         self._lock.close()
         self.train.reopen()
         try:
+            if self.train.layout != self.layout:
+                raise Refused(errno.ESTALE, f"another training has begun in {self.train.models}")
             self._take_part()
         except TrainError as error:
             raise Refused(errno.ENOLCK, str(error)) from None

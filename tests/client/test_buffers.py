@@ -3,8 +3,8 @@
 import gc
 import os
 import pickle
-import threading
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import numpy as np
@@ -47,12 +47,9 @@ ARRAYS = {
 @pytest.mark.parametrize("name", sorted(ARRAYS))
 def test_an_array_is_shown_as_mapped(store: client.Store, buffer: client.Buffer, name: str) -> None:
     store[name] = ARRAYS[name]
-    found = store.read_into(name, buffer)
+    found, mapped = store.read_into(name, buffer), store[name]
     assert np.array_equal(found, ARRAYS[name])
-    assert (found.dtype, found.flags.f_contiguous) == (
-        store[name].dtype,
-        store[name].flags.f_contiguous,
-    )
+    assert (found.dtype, found.flags.f_contiguous) == (mapped.dtype, mapped.flags.f_contiguous)
     assert not found.size or np.shares_memory(found, buffer.memory)
     assert (buffer.filled_by, buffer.version) == ("copy", None)
     assert buffer.filled == os.stat(f"{store.path}/{name}.npy").st_size
@@ -78,21 +75,15 @@ def test_a_state_dict_is_views_of_the_buffer(store: client.Store, buffer: client
         store.state_dict("model.safetensors", device="cpu", into=buffer)
 
 
-def test_what_was_never_published_is_missing(store: client.Store, buffer: client.Buffer) -> None:
-    for name in ("array.npy", "model.safetensors"):
-        (Path(store.path) / name).touch()
-    for name in ("array", "model.safetensors/tensor"):
-        with pytest.raises(KeyError):
-            store.read_into(name, buffer)
-
-
-def test_damaged_files_are_told_from_missing(store: client.Store, buffer: client.Buffer) -> None:
+@pytest.mark.parametrize(("size", "error"), [(0, KeyError), (200, client.FormatError)])
+def test_damaged_files_are_told_from_those_that_were_never_published(
+    store: client.Store, buffer: client.Buffer, size: int, error: type[Exception]
+) -> None:
     store["array"] = np.arange(1000)
     store.publish_state_dict({"tensor": np.arange(1000)})
-    for name in ("array.npy", "model.safetensors"):
-        os.truncate(f"{store.path}/{name}", 200)
-    for name in ("array", "model.safetensors/tensor"):
-        with pytest.raises(client.FormatError):
+    for file, name in ("array.npy", "array"), ("model.safetensors", "model.safetensors/tensor"):
+        os.truncate(f"{store.path}/{file}", size)
+        with pytest.raises(error):
             store.read_into(name, buffer)
 
 
@@ -159,14 +150,8 @@ def test_threads_fill_a_buffer_one_after_the_other(store: client.Store) -> None:
     for number in range(4):
         store[f"array{number}"] = np.full(MIB, number, np.uint8)
     with client.Buffer(2 * MIB) as buffer:
-        threads = [
-            threading.Thread(target=buffer.fill, args=[f"{store.path}/array{number % 4}.npy"])
-            for number in range(32)
-        ]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
+        with ThreadPoolExecutor(32) as threads:
+            list(threads.map(buffer.fill, [f"{store.path}/array{i % 4}.npy" for i in range(32)]))
         assert len(set(buffer.memory[128 : 128 + MIB].tolist())) == 1
 
 

@@ -204,6 +204,7 @@ def test_commands_publish_list_compare_hold_and_roll_back(folder: Path, tmp_path
     for step in (1, 2):
         (folder / "made" / "below").mkdir(parents=True)
         (folder / "made" / "below" / "config").write_text(f"{step}")
+        (folder / "made" / "damaged.safetensors").write_text("2" * (step - 1))
         store = client.open(folder / "made")
         store.publish_state_dict({"same": tensor, "other": tensor * step})
         done = irdmafs("publish", folder / "made", run, "--expected", f"{step - 1}")
@@ -220,9 +221,11 @@ def test_commands_publish_list_compare_hold_and_roll_back(folder: Path, tmp_path
     (folder / "made").mkdir()
     refused = irdmafs("publish", folder / "made", run, "--expected", "1")
     assert "version 2 is the newest, not 1" in one_line(refused)
+    for part in ("versions/1", "versions/2/below", "versions", ".held"):
+        assert "It is a part of the versions" in one_line(irdmafs("publish", run / part, run))
     assert irdmafs("diff", run, "2", "2").stdout == ""
     assert irdmafs("diff", run, "1", "2").stdout.splitlines() == [
-        "~ below/config", "~ model.safetensors", "~ model.safetensors/other",
+        "~ below/config", "~ damaged.safetensors", "~ model.safetensors", "~ model.safetensors/other",
     ]  # fmt: skip
     assert irdmafs("rollback", run, "1").stdout == f"{run}/versions/3\n"
     listing = " ".join([*IRDMAFS, "versions", os.fspath(run)])
@@ -235,7 +238,8 @@ def test_commands_publish_list_compare_hold_and_roll_back(folder: Path, tmp_path
     assert one_line(unknown) == "no-such-command: No such file or directory"
     missing = irdmafs("hold", run, "--version", "7", "true")
     assert one_line(missing) == f"{run}/versions/7: There is no version 7"
-    late = irdmafs("hold", run, "--newer-than", "3", "--timeout", "0.01", "true")
-    assert "Nothing newer than version 3 in 0.01 s" in one_line(late)
+    for seconds in ("0.01", "nan"):
+        late = irdmafs("hold", run, "--newer-than", "3", "--timeout", seconds, "true")
+        assert f"Nothing newer than version 3 in {seconds} s" in one_line(late)
     none = irdmafs("versions", folder)
     assert "`irdmafs publish` has made no version in it" in one_line(none)

@@ -20,7 +20,7 @@ from harness.training_runs import (
 )
 
 from irdmafs.client import _files
-from irdmafs.train import Reducer, Refused, Worker, directory
+from irdmafs.train import Reducer, Refused, TrainConfig, Worker, begin, directory, end
 from irdmafs.train.directory import TrainDirectory, remove
 from irdmafs.train.liveness import Lock
 from irdmafs.train.trees import Directory
@@ -132,6 +132,12 @@ def test_worker_whose_place_was_taken_is_told(run: Path, shards: int) -> None:
     with Worker(run, "a") as worker:
         worker.push(ones(1))
     with pytest.raises(Refused, match="another worker has pushed as 'a'"):
+        stopped.push(ones(1))
+    stopped = Worker(run, "b")
+    lose_lock(stopped)
+    end(run)
+    begin(run, TrainConfig(), shards=shards + 1)
+    with pytest.raises(Refused, match="another training has begun"):
         stopped.push(ones(1))
 
 

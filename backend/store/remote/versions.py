@@ -181,6 +181,7 @@ class Prefetcher:
         self._nursery = cluster.nursery
         self._leases = cluster.leases
         self._listeners = cluster.changes.inode_listeners
+        self._contents = cluster.contents
         self._versions = versions
         self._limit = trio.CapacityLimiter(_AT_ONCE)
         self._progress: dict[int, Progress] = {}
@@ -188,14 +189,12 @@ class Prefetcher:
 
     def start(self, ino: int) -> None:
         """Fetch a file, or every file below a directory."""
-        progress = Progress()
+        found = list(self._below(ino))
+        progress = Progress(len(found), bytes=sum(inode.size for inode in found))
         self._progress.pop(ino, None)
         self._progress[ino] = progress
         while len(self._progress) > _REMEMBERED:
             del self._progress[next(iter(self._progress))]
-        found = list(self._below(ino))
-        progress.files = len(found)
-        progress.bytes = sum(inode.size for inode in found)
         fetch_all = partial(for_each, found, partial(self._fetch, progress=progress))
         self._nursery.start_soon(partial(fetch_all, at_once=_AT_ONCE))
 
@@ -216,8 +215,7 @@ class Prefetcher:
             self._nursery.start_soon(self._fetch, new, Progress())
 
     def _below(self, ino: int) -> Iterator[Inode]:
-        inode = self._namespace.inodes.get(ino)
-        if inode is None:
+        if (inode := self._namespace.inodes.get(ino)) is None:
             return
         if inode.is_dir:
             for _, child in self._namespace.children(ino):
@@ -229,10 +227,12 @@ class Prefetcher:
         async with self._limit:
             try:
                 inode = await self._versions.bring(inode.ino, ahead=True)
+                if inode.extent and not self._contents.has(inode.extent):
+                    raise fail(errno.ENOSPC)
             except OSError as error:
                 where = self._namespace.describe(inode.ino)
                 log.info("%s: it could not be fetched ahead: %s", where, error)
-                progress.failed += 1
+                progress.failed += error.errno != errno.ESTALE  # it was removed meanwhile
             else:
                 progress.bytes_done += inode.size
                 self.fetched_bytes += inode.size
