@@ -1,5 +1,6 @@
 """The namespace: the tree of directories, names and inodes that programs change."""
 
+from .clones import NewClone
 from .inode import FIRST_VIRTUAL_INO, NAME_MAX, ROOT_INO, Inode, NoInode, fail
 from .local import LocalCommitter
 from .namespace import Namespace
@@ -25,6 +26,7 @@ __all__ = [
     "Inode",
     "LocalCommitter",
     "Namespace",
+    "NewClone",
     "NewVersion",
     "NoInode",
     "Outdated",

@@ -15,6 +15,8 @@ import trio
 
 from ...inline import detach
 from ..kv import Compare
+from ..model.records import ContentId
+from .clones import NewClone
 from .commit import Commit
 from .inode import FIRST_VIRTUAL_INO, ROOT_INO, Inode, fail
 from .local import LocalCommitter
@@ -202,6 +204,15 @@ class Namespace:
 
         await self._carry_out(plan, guards)
         return [*published]
+
+    async def clone(self, parent: int, wanted: Sequence[NewClone], *, shares: bool) -> None:
+        """Make files with the contents of others, all of them, or none. `shares`: they name the very
+        content, as nodes admit. Raises OSError as Planner.clone does, and EEXIST."""
+        await self._carry_out(partial(self._planner.clone, parent, wanted, shares=shares))
+
+    async def move(self, ino: int, extent: ContentId) -> None:
+        """Have a file's version in another extent of this host, which has the same bytes."""
+        await self._change(ino, partial(self._planner.move, ino, extent))
 
     async def check_room(self, ino: int, blocks: int) -> None:
         """Raise OSError EDQUOT if quotas have no room for a version of so many blocks. Called before it is

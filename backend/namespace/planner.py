@@ -20,6 +20,7 @@ from typing import Final, NamedTuple
 from ..model.clock import now_ns
 from ..model.records import ContentId, Layout
 from . import acl
+from .clones import NewClone
 from .commit import Commit
 from .inode import FIRST_VIRTUAL_INO, NAME_MAX, NO_LAYOUT, ROOT_INO, Inode, fail, nearest_time
 from .numbers import belongs
@@ -373,7 +374,7 @@ class Planner:
         inode = found.copy()
         inode.version += 1
         inode.extent, inode.size, inode.blocks = version.extent, size, blocks
-        inode.digests = version.digests
+        inode.digests, inode.origin = version.digests, 0
         inode.mtime_ns = nearest_time(version.mtime_ns)
         if version.ctime_ns != 0:
             inode.ctime_ns = nearest_time(max(inode.ctime_ns + 1, version.ctime_ns or now_ns()))
@@ -398,6 +399,47 @@ class Planner:
         if not all(inode.nlink for inode in commit.inodes):
             raise fail(errno.ESTALE, "a file has lost its name")
         commit.urgent = True
+        return commit
+
+    def clone(self, parent: int, wanted: Sequence[NewClone], *, shares: bool) -> Commit:
+        """Make files with the contents of others, whose times they get. `shares`: they name the very
+        content. Raises ESTALE if one has another version; EXDEV if it is of another subvolume; E2BIG for
+        several at a time where quotas count each."""
+        directory, now = self._tree.inode(parent), now_ns()
+        if directory.nlink == 0:
+            raise fail(errno.ENOENT)
+        inodes, names, gone, fixed = list[Inode](), [], list[Inode](), [directory]
+        for one in wanted:
+            source = self._tree.inode(one.ino)
+            if source.version != one.version or not source.nlink:
+                raise fail(errno.ESTALE, "it has another version by now")
+            _refuse_to_leave(source.ino, parent)
+            gone += self._new_name(parent, one.name).gone
+            inode = source.copy()
+            inode.ino, inode.extent = self._new_ino(parent), one.extent
+            inode.uid, inode.gid, inode.mode, inode.xattrs = one[4:]
+            inode.nlink, inode.version, inode.parent, inode.name, inode.more = 1, 1, 0, b"", 0
+            inode.ctime_ns = inode.birth_ns = now
+            if shares and inode.extent:
+                inode.origin = source.origin or source.ino
+                self._tree.clones.in_use = True
+                fixed.append(source)
+            inodes.append(inode)
+            names.append((parent, one.name, inode.ino))
+        commit = Commit()
+        commit.inode, commit.inodes, commit.names, commit.gone = inodes[0], inodes, names, gone
+        commit.fixed, commit.times = fixed, ((parent, now),)
+        if self._quotas.in_use and (above := self._quotas.above(parent)):
+            if len(wanted) > 1:
+                raise fail(errno.E2BIG, "quotas count one file at a time")
+            commit.charge = self._quotas.admit(inodes[0].ino, above, inodes[0].blocks)
+        return commit
+
+    def move(self, ino: int, extent: ContentId) -> Commit:
+        """Have a file's version in another extent, which has the same bytes."""
+        commit, inode = Commit(), self._tree.inode(ino).copy()
+        inode.extent = extent
+        commit.inode, commit.inodes, commit.local = inode, (inode,), not inode.nlink
         return commit
 
     def change(

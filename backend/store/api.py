@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from ..files.extents import ExtentStore
 from ..model.records import ContentId, Layout
-from ..namespace import NAME_MAX, Inode, Namespace, NewVersion, fail
+from ..namespace import NAME_MAX, Inode, Namespace, NewClone, NewVersion, fail
 
 if TYPE_CHECKING:
     from .remote.locks import SharedLocks
@@ -92,6 +92,11 @@ class Store(Protocol):
         """Return whether `publish` of this content failed, although it may have become a version."""
         return False
 
+    async def clone(self, directory: int, wanted: Sequence[NewClone]) -> None:
+        """Make files in a directory with the contents of others, all of them, or none, without a copy of
+        their bytes. Nobody may be writing these in place. Raises OSError ETXTBSY if a program may have one
+        of them mapped for writing, and as Planner.clone does."""
+
     async def save_aside(self, version: NewVersion) -> str:
         """Publish a version that cannot become the file's next one as a new file beside it, and return that
         one's name. Raises OSError."""
@@ -110,8 +115,13 @@ class Store(Protocol):
         """Return whether the file of a version is still the one that was written on this host."""
         return True
 
+    def note_mapped(self, extent: ContentId) -> None:
+        """Note that a program may have a content mapped for writing, also when it has closed it."""
+        return
+
     def is_lent(self, extent: ContentId) -> bool:
-        """Return whether the extent is the very file of a store node on this host."""
+        """Return whether the file of a version must not be written, as a store node on this host has it, or
+        other versions."""
         return False
 
     def hands_over(self, extent: ContentId) -> bool:

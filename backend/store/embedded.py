@@ -5,18 +5,20 @@ it), current (a file's newest version), retired (superseded or given up). A reti
 nothing pins it; working and retired extents do not survive a crash.
 """
 
+import errno
 import logging
 import os
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager, closing
 
 import trio
 
-from ..files.extents import ExtentStore, Pinned, in_memory, lock_directory
+from ...inline import detach
+from ..files.extents import ExtentStore, Pinned, copy_contents, in_memory, lock_directory
 from ..kv import Damaged
 from ..kv.map import Map
 from ..model.records import NO_CONTENT, ContentId, Layout
-from ..namespace import Inode, LocalCommitter, Namespace, NewVersion, Tree
+from ..namespace import Inode, LocalCommitter, Namespace, NewClone, NewVersion, Tree, fail
 from .api import Store, save_aside
 
 log = logging.getLogger(__name__)
@@ -67,6 +69,9 @@ class EmbeddedStore(Pinned, Store):
         self.waits = waits
         # Extents that were allocated here and that no version names yet.
         self._working: set[ContentId] = set()
+        # Those that programs may have mapped for writing; and the last one that was there before.
+        self._mapped: set[ContentId] = set()
+        self._before = max(extents, default=0)
 
     async def begin(self) -> None:
         """Repair what a crash left."""
@@ -118,6 +123,7 @@ class EmbeddedStore(Pinned, Store):
 
     def free(self, extent: ContentId) -> None:
         self._working.discard(extent)
+        self._mapped.discard(extent)
         self.extents.free(extent)
 
     async def publish(self, version: NewVersion) -> Inode:
@@ -140,6 +146,53 @@ class EmbeddedStore(Pinned, Store):
         elif extent != version.extent:
             self._working.add(extent)  # it was emptied, and may be written on
         return inode
+
+    async def clone(self, directory: int, wanted: Sequence[NewClone]) -> None:
+        linked = list[NewClone]()
+        try:
+            for one in wanted:
+                extent = one.extent
+                is_suspect = extent in self._mapped or extent <= self._before
+                if extent and is_suspect and self.extents.is_open_to_write(extent):
+                    raise fail(errno.ETXTBSY)
+                linked.append(one._replace(extent=self.extents.link(extent) if extent else extent))
+            if self.waits:
+                await detach()
+                await trio.to_thread.run_sync(self.extents.sync_names)
+            await self.namespace.clone(directory, linked, shares=False)
+        except BaseException:
+            for one in linked:
+                self.extents.free(one.extent)
+            raise
+
+    def note_mapped(self, extent: ContentId) -> None:
+        self._mapped.add(extent)
+
+    # -- writing in place ------------------------------------------------------------------------
+
+    def is_lent(self, extent: ContentId) -> bool:
+        return self.extents.stat(extent).st_nlink > 1
+
+    async def begin_in_place(self, inode: Inode, extent: ContentId) -> ContentId:
+        """Return a copy of an extent that other files have, too. It has the version from then on: what is
+        written stays if the daemon is killed. Raises OSError (ENOSPC)."""
+        copy, fd = self.allocate(inode)
+        try:
+            await detach()
+            with self.extents.opened(extent) as source:
+                await trio.to_thread.run_sync(copy_contents, source, fd)
+            if self.waits:
+                await trio.to_thread.run_sync(self.extents.sync, copy)
+            if self.namespace.inode(inode.ino).extent == extent:
+                await self.namespace.move(inode.ino, copy)
+                self._working.discard(copy)
+                self.retire(extent)
+        except BaseException:
+            self.free(copy)
+            raise
+        finally:
+            os.close(fd)
+        return copy
 
     async def save_aside(self, version: NewVersion) -> str:
         return await save_aside(self, version, "this-host")

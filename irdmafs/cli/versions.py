@@ -1,5 +1,5 @@
-"""The commands of versions: `irdmafs versions`, and of those in several files `publish`, `rollback`, `hold`
-and `diff`."""
+"""The commands of versions: `irdmafs versions`, of those in several files `publish`, `rollback`, `hold` and
+`diff`, and `clone`."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from typing import Any
 
 import click
 
+from ..backend.model.values import human_bytes
 from ..mount import mounting
 from . import status
 from .cluster import Lacking, ask, print_json
@@ -150,6 +151,24 @@ def diff(ctx: click.Context, directory: str, old: int, new: int) -> None:
             click.echo(f"{sign} {status.one_line(name)}")
             code = 1
     ctx.exit(code)
+
+
+@click.command()
+@click.argument("source", metavar="SOURCE")
+@click.argument("target", metavar="TARGET")
+def clone(source: str, target: str) -> None:
+    """Copy the file or directory SOURCE to TARGET, which it replaces, in one change, as `cp -a` does.
+
+    On one mount the copy shares the bytes, and takes no room. Tells what was shared, and what was copied.
+    """
+    from ..client import clone
+
+    done = clone(source, target)
+    size = human_bytes
+    click.echo(
+        f"{done.shared_files} files shared ({size(done.shared_bytes)}), "
+        f"{done.copied_files} copied ({size(done.copied_bytes)})"
+    )
 
 
 @contextmanager

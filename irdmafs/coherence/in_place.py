@@ -24,7 +24,8 @@ class InPlace(OnHost):
 
     async def make_writable(self, content: Content) -> None:
         """Return when the content may be written. Raises OSError (ENOSPC, ESTALE)."""
-        if not (self._store.waits or content.is_busy):
+        is_quick = not (self._store.waits or content.is_busy)
+        if is_quick and not (content.extent and self._store.is_lent(content.extent)):
             await self._begin(content)
             return
         # Counted from now on: opens that come before this task goes on are to share the copy.
@@ -48,7 +49,9 @@ class InPlace(OnHost):
         is_version = not (is_known and self._table.is_written(content))
         is_copied = self._store.is_lent(before)
         written = None if is_version else self._table.stat(content)
-        extent = await self._store.begin_in_place(inode, before)
+        extent = before
+        if is_copied or self._store.sends:
+            extent = await self._store.begin_in_place(inode, before)
         if extent != before:
             self._table.give_extent(content, extent, frees=False)
         self._table.keep_open(content, self._store.extents.open(extent, os.O_RDWR))
@@ -59,7 +62,7 @@ class InPlace(OnHost):
         elif extent != before:
             self._host.move_backings(content.ino, before, extent)
         if written is None:
-            content.begin_in_place(self._set_mtime(content, inode))
+            content.begin_in_place(self._set_mtime(content, inode), self._inodes[content.ino])
         else:
             content.go_on_in_place(stamp_of(written), changed_ns(content, written))
 
