@@ -418,7 +418,8 @@ class Planner:
             inode = source.copy()
             inode.ino, inode.extent = self._new_ino(parent), one.extent
             inode.uid, inode.gid, inode.mode, inode.xattrs = one[4:]
-            inode.nlink, inode.version, inode.parent, inode.name, inode.more = 1, 1, 0, b"", 0
+            inode.nlink, inode.version, inode.revision = 1, 1, 0
+            inode.parent, inode.name, inode.more = 0, b"", 0
             inode.ctime_ns = inode.birth_ns = now
             if shares and inode.extent:
                 inode.origin = source.origin or source.ino

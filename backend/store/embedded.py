@@ -171,7 +171,7 @@ class EmbeddedStore(Pinned, Store):
     # -- writing in place ------------------------------------------------------------------------
 
     def is_lent(self, extent: ContentId) -> bool:
-        return self.extents.stat(extent).st_nlink > 1
+        return extent > 0 and self.extents.stat(extent).st_nlink > 1
 
     async def begin_in_place(self, inode: Inode, extent: ContentId) -> ContentId:
         """Return a copy of an extent that other files have, too. It has the version from then on: what is

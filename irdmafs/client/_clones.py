@@ -7,6 +7,8 @@ import errno
 import json
 import os
 import shutil
+import stat
+from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 from ._drafts import aside
@@ -25,10 +27,15 @@ class Cloned(NamedTuple):
     copied_files: int = 0
     copied_bytes: int = 0
 
-    def _and(self, path: str, *, shared: bool) -> Cloned:
-        size = os.lstat(path).st_size
-        more = (1, size, 0, 0) if shared else (0, 0, 1, size)
+    def _with(self, *more: int) -> Cloned:
         return Cloned(*map(sum, zip(self, more, strict=True)))
+
+
+class _File(NamedTuple):
+    path: str
+    made: str
+    size: int
+    is_near: bool
 
 
 def clone(source: StrPath, target: StrPath) -> Cloned:
@@ -38,56 +45,56 @@ def clone(source: StrPath, target: StrPath) -> Cloned:
     On one mount of irdmafs a copy shares the bytes: it takes no room, and neither changes the other. What
     is just being written, or lies elsewhere, is copied byte by byte. Raises OSError.
     """
-    source = os.fspath(source)
     with aside(target) as place:
-        directory, name = os.path.split(place)
-        return _copy([os.path.split(source.rstrip("/") or "/")], [name], directory)
+        return _copy({place: os.fspath(source)}, os.path.dirname(place))
 
 
 def clone_all(source: str, target: str) -> Cloned:
     """Copy all that is in a directory into another one. Raises OSError."""
     names = os.listdir(source)
-    return _copy([(source, name) for name in names], names, target)
+    made = {os.path.join(target, name): os.path.join(source, name) for name in names}
+    return _copy(made, target)
 
 
-def _copy(sources: list[tuple[str, str]], names: list[str], target: str) -> Cloned:
-    """Copy what is under names of directories into another one, under other names."""
-    done, files = Cloned(), list[tuple[str, str]]()
-    for (directory, former), name in zip(sources, names, strict=True):
-        path, made = os.path.join(directory, former), os.path.join(target, name)
-        mode = os.lstat(path).st_mode
-        if os.path.isdir(path) and not os.path.islink(path):
-            os.mkdir(made)
-            below = clone_all(path, made)
-            done = Cloned(*map(sum, zip(done, below, strict=True)))
-        elif os.path.islink(path):
-            os.symlink(os.readlink(path), made)
-        elif os.path.isfile(path):
-            files.append((path, made))
+def _copy(sources: Mapping[str, str], directory: str) -> Cloned:
+    """Copy what is under paths to other ones in a directory, by which they are given."""
+    done, files, device = Cloned(), list[_File](), os.stat(directory).st_dev
+    for made, path in sources.items():
+        status = os.lstat(path)
+        if stat.S_ISREG(status.st_mode):
+            files.append(_File(path, made, status.st_size, status.st_dev == device))
             continue
+        if stat.S_ISDIR(status.st_mode):
+            os.mkdir(made)
+            done = done._with(*clone_all(path, made))
+        elif stat.S_ISLNK(status.st_mode):
+            os.symlink(os.readlink(path), made)
         else:
-            os.mknod(made, mode, os.lstat(path).st_rdev)
+            os.mknod(made, status.st_mode, status.st_rdev)
         _keep_attributes(path, made)
     for first in range(0, len(files), _TOGETHER):
         some = files[first : first + _TOGETHER]
-        shared = _share(some, target)
-        for path, made in some:
-            is_shared = shared or (len(some) > 1 and _share([(path, made)], target))
-            if not is_shared:
-                shutil.copyfile(path, made)
-                _keep_attributes(path, made)
-            done = done._and(made, shared=is_shared)
+        shared = _share(some, directory)
+        for file in some:
+            if shared or (len(some) > 1 and _share([file], directory)):
+                done = done._with(1, file.size, 0, 0)
+            else:
+                shutil.copyfile(file.path, file.made)
+                _keep_attributes(file.path, file.made)
+                done = done._with(0, 0, 1, file.size)
     return done
 
 
-def _share(files: list[tuple[str, str]], target: str) -> bool:
+def _share(files: Sequence[_File], directory: str) -> bool:
     """Have the mount make copies in a directory that share their bytes. Return whether it did."""
+    if not all(file.is_near for file in files):
+        return False  # another filesystem would take the attribute for one to keep
     try:
         wanted = [
             (os.path.basename(made), look_up(os.getxattr, path, _CLONE_XATTR).decode())
-            for path, made in files
+            for path, made, *_ in files
         ]
-        os.setxattr(target, _CLONE_XATTR, json.dumps(wanted).encode())
+        os.setxattr(directory, _CLONE_XATTR, json.dumps(wanted).encode())
     except OSError as error:
         if error.errno in (errno.EDQUOT, errno.ENOSPC):
             raise
