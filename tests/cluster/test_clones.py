@@ -1,13 +1,15 @@
 """Clones in a cluster: files that name one content, on two hosts."""
 
 import os
-from contextlib import closing
+import time
+from contextlib import closing, suppress
 from pathlib import Path
 
 from harness.cloned_files import ClonedFiles
 from harness.clusters import MIB, Cluster, Plan, counters
 from harness.mountpoint import eventually
 from harness.patterns import pattern
+from harness.processes import TakeProcess
 from harness.seeds import seeded
 
 from irdmafs import client
@@ -16,6 +18,12 @@ PLAN = Plan(nodes=2, mounts=2, store_bytes=512 * MIB, cache_bytes=300 * MIB)
 STRIPE_SIZE = b"1M"
 FILES = 60
 STEPS = 120
+KILLS = 3
+CLONE = """
+from irdmafs import client
+while True:
+    client.clone(f"{place}/source", f"{place}/clone")
+"""
 
 
 def moved(cluster: Cluster) -> list[tuple[int, int]]:
@@ -127,3 +135,25 @@ def test_random_clones_and_changes_on_two_hosts(pair: list[Path]) -> None:
         for _ in range(STEPS):
             files.step()
         files.check_all()
+
+
+def test_clones_that_a_killed_mount_was_making_are_whole_or_not_there(
+    cluster: Cluster, here: Path, there: Path, process: TakeProcess
+) -> None:
+    random, mount = seeded(), cluster.mounts[0]
+    (there / "source").mkdir()
+    for number in range(FILES):
+        (there / "source" / f"{number}").write_bytes(pattern(number, 1000))
+    for _ in range(KILLS):
+        cloner = process()
+        cloner.start(CLONE, place=str(here))
+        time.sleep(random.uniform(0.1, 0.6))
+        mount.kill9()
+        mount.restart()
+        with suppress(OSError):
+            cloner.result()
+        for number in range(FILES) if (there / "clone").exists() else ():
+            assert (there / "clone" / f"{number}").read_bytes() == pattern(number, 1000)
+    client.clone(here / "source", here / "clone")
+    (here / "source" / "0").write_bytes(b"other")
+    assert (there / "clone" / "0").read_bytes() == pattern(0, 1000)
