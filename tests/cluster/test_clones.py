@@ -1,10 +1,12 @@
 """Clones in a cluster: files that name one content, on two hosts."""
 
 import os
+import shutil
 import time
-from contextlib import closing, suppress
+from contextlib import closing
 from pathlib import Path
 
+import pytest
 from harness.cloned_files import ClonedFiles
 from harness.clusters import MIB, Cluster, Plan, counters
 from harness.mountpoint import eventually
@@ -145,12 +147,14 @@ def test_clones_that_a_killed_mount_was_making_are_whole_or_not_there(
     for number in range(FILES):
         (there / "source" / f"{number}").write_bytes(pattern(number, 1000))
     for _ in range(KILLS):
+        shutil.rmtree(here / "clone", ignore_errors=True)
         cloner = process()
         cloner.start(CLONE, place=str(here))
-        time.sleep(random.uniform(0.1, 0.6))
+        eventually((here / "clone").exists, "it clones")
+        time.sleep(random.uniform(0, 0.3))
         mount.kill9()
         mount.restart()
-        with suppress(OSError):
+        with pytest.raises(OSError):
             cloner.result()
         for number in range(FILES) if (there / "clone").exists() else ():
             assert (there / "clone" / f"{number}").read_bytes() == pattern(number, 1000)

@@ -45,7 +45,7 @@ class ClonedFiles:
             assert os.pread(fd, 1 << 20, 0) in seen
 
     def check(self, place: Path, name: str) -> None:
-        """Open a file: what another host removed milliseconds ago may be seen by stat(2), and not opened."""
+        """Open a file. What another host removed milliseconds ago is not opened, though stat(2) may see it."""
         try:
             found = (place / name).read_bytes()
         except FileNotFoundError:
