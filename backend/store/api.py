@@ -6,7 +6,9 @@ import os
 from collections.abc import Awaitable, Callable, Sequence
 from typing import TYPE_CHECKING, Any, Protocol
 
-from ..files.extents import ExtentStore
+import trio
+
+from ..files.extents import ExtentStore, copy_contents, when_unlocked
 from ..model.records import ContentId, Layout
 from ..namespace import NAME_MAX, Inode, Namespace, NewClone, NewVersion, fail
 
@@ -184,6 +186,25 @@ class Store(Protocol):
     def status(self) -> dict[str, Any]:
         """Return figures of its own for `irdmafs status`."""
         return {}
+
+
+async def copy_of(
+    store: Store, inode: Inode, extent: ContentId, *, syncs: bool = False
+) -> ContentId:
+    """Return a working copy of a content on this host, which programs may be writing. `syncs`: it survives
+    a power loss. Raises OSError (ENOSPC)."""
+    copy, fd = store.allocate(inode)
+    try:
+        with store.extents.opened(extent) as source:
+            await when_unlocked(copy_contents, source, fd)
+        if syncs:
+            await trio.to_thread.run_sync(store.extents.sync, copy)
+    except BaseException:
+        store.retire(copy)
+        raise
+    finally:
+        os.close(fd)
+    return copy
 
 
 async def make_aside(

@@ -14,12 +14,12 @@ from contextlib import asynccontextmanager, closing
 import trio
 
 from ...inline import detach
-from ..files.extents import ExtentStore, Pinned, copy_contents, in_memory, lock_directory
+from ..files.extents import ExtentStore, Pinned, in_memory, lock_directory
 from ..kv import Damaged
 from ..kv.map import Map
 from ..model.records import NO_CONTENT, ContentId, Layout
 from ..namespace import Inode, LocalCommitter, Namespace, NewClone, NewVersion, Tree, fail
-from .api import Store, save_aside
+from .api import Store, copy_of, save_aside
 
 log = logging.getLogger(__name__)
 
@@ -176,22 +176,12 @@ class EmbeddedStore(Pinned, Store):
     async def begin_in_place(self, inode: Inode, extent: ContentId) -> ContentId:
         """Return a copy of an extent that other files have, too. It has the version from then on: what is
         written stays if the daemon is killed. Raises OSError (ENOSPC)."""
-        copy, fd = self.allocate(inode)
-        try:
-            await detach()
-            with self.extents.opened(extent) as source:
-                await trio.to_thread.run_sync(copy_contents, source, fd)
-            if self.waits:
-                await trio.to_thread.run_sync(self.extents.sync, copy)
-            if self.namespace.inode(inode.ino).extent == extent:
-                await self.namespace.move(inode.ino, copy)
-                self._working.discard(copy)
-                self.retire(extent)
-        except BaseException:
-            self.free(copy)
-            raise
-        finally:
-            os.close(fd)
+        await detach()
+        copy = await copy_of(self, inode, extent, syncs=self.waits)
+        if self.namespace.inode(inode.ino).extent == extent:
+            await self.namespace.move(inode.ino, copy)
+            self._working.discard(copy)
+            self.retire(extent)
         return copy
 
     async def save_aside(self, version: NewVersion) -> str:

@@ -8,6 +8,7 @@ from contextlib import AbstractContextManager, nullcontext
 from ..backend.files.extents import copy_contents, when_unlocked
 from ..backend.model.records import ContentId
 from ..backend.namespace import Inode
+from ..backend.store.api import copy_of
 from ..inline import detach
 from .content import Content, Stamp
 from .host import OnHost
@@ -181,17 +182,9 @@ class InPlace(OnHost):
     async def copied(self, content: Content) -> tuple[ContentId, os.stat_result]:
         """Copy the content to an extent of its own. Return that, and its stat. The copy takes no room for
         bytes that were reserved and not written (posix_fallocate); the stat counts them."""
-        extent, fd = self._store.allocate(self._inodes[content.ino])
-        try:
-            with self._store.extents.opened(content.extent) as source:
-                await when_unlocked(copy_contents, source, fd)
-                blocks = os.fstat(source).st_blocks
-            return extent, os.stat_result(os.fstat(fd), {"st_blocks": blocks})
-        except BaseException:
-            self._store.extents.free(extent)
-            raise
-        finally:
-            os.close(fd)
+        extent = await copy_of(self._store, self._inodes[content.ino], content.extent)
+        blocks = self._table.stat(content).st_blocks
+        return extent, os.stat_result(self._store.extents.stat(extent), {"st_blocks": blocks})
 
     def _set_mtime(self, content: Content, inode: Inode) -> Stamp:
         """Give the content the inode's time of modification, and return its stamp. Its access time stays:

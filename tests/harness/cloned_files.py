@@ -45,7 +45,7 @@ class ClonedFiles:
             assert os.pread(fd, 1 << 20, 0) in seen
 
     def check(self, place: Path, name: str) -> None:
-        """Open a file. What another host removed milliseconds ago is not opened, though stat(2) may see it."""
+        """Open a file: stat(2) may see for milliseconds what another host has removed."""
         try:
             found = (place / name).read_bytes()
         except FileNotFoundError:

@@ -11,7 +11,7 @@ import trio
 from ....inline import detach
 from ...cluster.config import ClusterConfig
 from ...cluster.membership import Members, read_settings
-from ...files.extents import ExtentStore, copy_contents, lock_directory
+from ...files.extents import ExtentStore, lock_directory
 from ...model.records import SIZE_MAX, ContentId, MountRecord
 from ...namespace import ROOT_INO, Inode, NewClone, NewVersion, fail
 from ...observe.figures import values_of
@@ -19,7 +19,7 @@ from ...transport.rights import make_session_key, session_digest
 from ...transport.verbs.devices import local_address
 from ...transport.verbs.rdma import Rdma
 from ...unwrap import only_error
-from ..api import save_aside
+from ..api import copy_of, save_aside
 from .cluster import Cluster
 from .fetcher import Fetcher
 from .figures import ClusterFigures
@@ -174,42 +174,26 @@ class RemoteStore:
     async def begin_in_place(self, inode: Inode, extent: ContentId) -> ContentId:
         """Make the content of a version writable, and return its new number. It is a copy if a store node
         here has the file, or other files have it, too. Raises OSError (ENOSPC)."""
-        contents = self._cluster.contents
-        for _ in range(2):
-            if contents.has(extent) and self.is_lent(extent):
-                return await self._copy(inode, extent)
-            with suppress(FileNotFoundError):  # it may have been evicted since it was fetched
-                return contents.take_out(extent)
+        contents, is_copied = self._cluster.contents, self.is_lent(extent)
+        if not contents.has(extent):  # it may have been evicted since it was fetched
             if inode.extent == extent:
                 inode = await self.bring(inode.ino)
-            if inode.extent != extent:
+            if inode.extent != extent or self.is_lent(extent) != is_copied:
                 raise fail(errno.ESTALE)
+        if is_copied and contents.has(extent):
+            return await copy_of(self, inode, extent)
+        with suppress(FileNotFoundError):
+            return contents.take_out(extent)
         raise fail(
             errno.EFBIG,
             f"{self.namespace.describe(inode.ino)} is larger than this mount keeps of other hosts' "
             "files, and cannot be written in place; see --cache-size",
         )
 
-    async def _copy(self, inode: Inode, extent: ContentId) -> ContentId:
-        contents = self._cluster.contents
-        number, fd = self.allocate(inode)
-        try:
-            with contents.opened(extent) as source:
-                await trio.to_thread.run_sync(copy_contents, source, fd)
-        except BaseException:
-            contents.free(number)
-            raise
-        finally:
-            os.close(fd)
-        return number
-
     def end_in_place(self, inode: Inode, extent: ContentId) -> bool:
-        before = inode.extent
-        return (
-            before > 0
-            and not self.is_lent(before)
-            and self._cluster.contents.put_back(extent, before)
-        )
+        if not inode.extent or self.is_lent(inode.extent):
+            return False
+        return self._cluster.contents.put_back(extent, inode.extent)
 
     async def is_same(self, inode: Inode, extent: ContentId) -> bool:
         with self.extents.opened(extent) as fd:
