@@ -172,10 +172,6 @@ class ExtentStore:
         """Make an extent survive a power loss (for stores on disk)."""
         with self.opened(extent) as fd:
             os.fsync(fd)
-        self.sync_names()
-
-    def sync_names(self) -> None:
-        """Make the numbers of all extents survive a power loss."""
         os.fsync(self._dir_fd)
 
     def statvfs(self) -> os.statvfs_result:

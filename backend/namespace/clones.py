@@ -12,17 +12,12 @@ from .inode import Inode
 
 
 class NewClone(NamedTuple):
-    """A file to be made: its name, the file and version whose content it gets under the number `extent`,
-    and its owner, mode and attributes."""
+    """A file to be made: its name, the inode of which it is a clone, as it was, and a copy of that with its
+    owner, mode and attributes, and the number of its content."""
 
     name: bytes
-    ino: int
-    version: int
-    extent: ContentId
-    uid: int
-    gid: int
-    mode: int
-    xattrs: dict[bytes, bytes]
+    source: Inode
+    made: Inode
 
 
 class Clones:

@@ -405,29 +405,25 @@ class Planner:
         """Make files with the contents of others, whose times they get. `shares`: they name the very
         content. Raises ESTALE if one has another version; EXDEV if it is of another subvolume; E2BIG for
         several at a time where quotas count each."""
-        directory, now = self._tree.inode(parent), now_ns()
+        commit, directory, now = Commit(), self._tree.inode(parent), now_ns()
         if directory.nlink == 0:
             raise fail(errno.ENOENT)
         inodes, names, gone, fixed = list[Inode](), [], list[Inode](), [directory]
-        for one in wanted:
-            source = self._tree.inode(one.ino)
-            if source.version != one.version or not source.nlink:
+        for name, source, made in wanted:
+            found, inode = self._tree.inode(source.ino), made.copy()
+            if found.version != source.version or not found.nlink:
                 raise fail(errno.ESTALE, "it has another version by now")
-            _refuse_to_leave(source.ino, parent)
-            gone += self._new_name(parent, one.name).gone
-            inode = source.copy()
-            inode.ino, inode.extent = self._new_ino(parent), one.extent
-            inode.uid, inode.gid, inode.mode, inode.xattrs = one[4:]
-            inode.nlink, inode.version, inode.revision = 1, 1, 0
+            _refuse_to_leave(found.ino, parent)
+            gone += self._new_name(parent, name).gone
+            inode.ino, inode.nlink, inode.version, inode.revision = self._new_ino(parent), 1, 1, 0
             inode.parent, inode.name, inode.more = 0, b"", 0
             inode.ctime_ns = inode.birth_ns = now
             if shares and inode.extent:
-                inode.origin = source.origin or source.ino
+                inode.origin = found.origin or found.ino
                 self._tree.clones.in_use = True
-                fixed.append(source)
+                fixed.append(found)
             inodes.append(inode)
-            names.append((parent, one.name, inode.ino))
-        commit = Commit()
+            names.append((parent, name, inode.ino))
         commit.inode, commit.inodes, commit.names, commit.gone = inodes[0], inodes, names, gone
         commit.fixed, commit.times = fixed, ((parent, now),)
         if self._quotas.in_use and (above := self._quotas.above(parent)):

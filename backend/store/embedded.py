@@ -148,21 +148,23 @@ class EmbeddedStore(Pinned, Store):
         return inode
 
     async def clone(self, directory: int, wanted: Sequence[NewClone]) -> None:
-        linked = list[NewClone]()
+        linked = list[ContentId]()
         try:
-            for one in wanted:
-                extent = one.extent
+            for _, source, made in wanted:
+                extent = source.extent
                 is_suspect = extent in self._mapped or extent <= self._before
                 if extent and is_suspect and self.extents.is_open_to_write(extent):
                     raise fail(errno.ETXTBSY)
-                linked.append(one._replace(extent=self.extents.link(extent) if extent else extent))
-            if self.waits:
+                if extent:
+                    made.extent = self.extents.link(extent)
+                    linked.append(made.extent)
+            if self.waits and linked:
                 await detach()
-                await trio.to_thread.run_sync(self.extents.sync_names)
-            await self.namespace.clone(directory, linked, shares=False)
+                await trio.to_thread.run_sync(self.extents.sync, linked[-1])  # with all names
+            await self.namespace.clone(directory, wanted, shares=False)
         except BaseException:
-            for one in linked:
-                self.extents.free(one.extent)
+            for extent in linked:
+                self.extents.free(extent)
             raise
 
     def note_mapped(self, extent: ContentId) -> None:

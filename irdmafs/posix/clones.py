@@ -43,15 +43,18 @@ class Clones(Part):
         _, found = await self._coherence.settle_names(node_id, ctx.pid, by_name=True)
         if self._cache.put_off.handles:
             await self._cache.drafts.store(found.ino)
-        found = self._source(found.ino)
+        found = self._inodes[found.ino]
+        self._source(found.ino, found.version)
         return self._signed(f"{found.ino}.{found.version}")
 
     def _signed(self, what: str) -> bytes:
         code = blake2b(what.encode(), key=self._key, digest_size=_CODE_BYTES).hexdigest()
         return f"{what}.{code}".encode()
 
-    def _source(self, ino: int) -> Inode:
+    def _source(self, ino: int, version: int) -> Inode:
         found = self._namespace.inode(ino)
+        if found.version != version:
+            raise fail(errno.ESTALE, "it has another version by now")
         if not self._cache.sharing.may_be_cloned(found):
             raise fail(errno.ETXTBSY, "it is being written, or has no version")
         return found
@@ -67,10 +70,10 @@ class Clones(Part):
         for name, ino, version in self._read(value):
             if directory.xattrs:
                 self._since.refuse(directory, name)
-            source = self._source(ino)
+            source = self._source(ino, version)
             if not self._store.sends:
                 self._cache.host.drop_idle_backings(ino)
-            wanted.append(_clone_of(source, version, name, directory, ctx, who))
+            wanted.append(NewClone(name, source, _made_of(source, directory, ctx, who)))
         await self._store.clone(directory.ino, wanted)
         # The kernel did not make these names itself.
         kernel = self._cache.kernel
@@ -93,17 +96,17 @@ class Clones(Part):
         return found
 
 
-def _clone_of(
-    source: Inode, version: int, name: bytes, directory: Inode, ctx: Caller, who: Credentials
-) -> NewClone:
-    """Return the file to make, with the owner, mode and attributes that `cp -a` would give it."""
-    uid, gid, mode, xattrs = source.uid, source.gid, source.mode, source.xattrs
+def _made_of(source: Inode, directory: Inode, ctx: Caller, who: Credentials) -> Inode:
+    """Return a copy of an inode with the owner, mode and attributes that `cp -a` would give it."""
+    made = source.copy()
     if ctx.uid or not who.has(CAP_CHOWN):
-        uid = ctx.uid
-        if gid not in (ctx.gid, *who.groups):
-            gid = directory.gid if directory.mode & stat.S_ISGID else ctx.gid
-        if (uid, gid) != (source.uid, source.gid):
-            mode &= ~SET_IDS
-        shown = {key: data for key, data in xattrs.items() if key.startswith(b"user.")}
-        xattrs = shown | {key: data for key, data in xattrs.items() if key == acl.ACCESS}
-    return NewClone(name, source.ino, version, source.extent, uid, gid, mode, xattrs)
+        made.uid = ctx.uid
+        if made.gid not in (ctx.gid, *who.groups):
+            made.gid = directory.gid if directory.mode & stat.S_ISGID else ctx.gid
+        if (made.uid, made.gid) != (source.uid, source.gid):
+            made.mode &= ~SET_IDS
+        kept = source.xattrs.items()
+        made.xattrs = {
+            key: data for key, data in kept if key == acl.ACCESS or key.startswith(b"user.")
+        }
+    return made
