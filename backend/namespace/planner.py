@@ -22,12 +22,9 @@ from ..model.records import ContentId, Layout
 from . import acl
 from .clones import NewClone
 from .commit import Commit
-from .inode import FIRST_VIRTUAL_INO, NAME_MAX, NO_LAYOUT, ROOT_INO, Inode, fail, nearest_time
+from .inode import FIRST_VIRTUAL_INO, NO_LAYOUT, ROOT_INO, Inode, fail, nearest_time
 from .numbers import belongs
 from .tree import Tree
-
-XATTR_SIZE_MAX = 64 * 1024
-_XATTRS_TOTAL_MAX = 1024 * 1024
 
 RENAME_NOREPLACE = 1
 RENAME_EXCHANGE = 2
@@ -474,54 +471,3 @@ def _refuse_to_leave(ino: int, directory: int) -> None:
     """Raise OSError EXDEV if an inode would leave its subvolume, or enter one, by a name in a directory."""
     if not belongs(ino, directory):
         raise fail(errno.EXDEV)
-
-
-def attributes_set(values: Mapping[str, int]) -> Callable[[Inode], None]:
-    """Return the change that sets these attributes of an inode (see Namespace.set_attributes)."""
-
-    def change(inode: Inode) -> None:
-        for name, value in values.items():
-            if name == "mode":
-                value = stat.S_IFMT(inode.mode) | stat.S_IMODE(value)
-            elif name.endswith("_ns"):
-                value = nearest_time(value)
-            setattr(inode, name, value)
-        if "mode" in values:
-            acl.follow_chmod(inode)
-
-    return change
-
-
-def xattr_set(
-    name: bytes, value: bytes, flags: int, *, drop_set_gid: bool
-) -> Callable[[Inode], None]:
-    """Return the change that sets an extended attribute of an inode."""
-
-    def change(inode: Inode) -> None:
-        if flags & os.XATTR_CREATE and name in inode.xattrs:
-            raise fail(errno.EEXIST)
-        if flags & os.XATTR_REPLACE and name not in inode.xattrs:
-            raise fail(errno.ENODATA)
-        if len(name) > NAME_MAX:
-            raise fail(errno.ERANGE)
-        if len(value) > XATTR_SIZE_MAX:
-            raise fail(errno.E2BIG)
-        if name in acl.NAMES:
-            acl.put(inode, name, value, drop_set_gid=drop_set_gid)
-        else:
-            inode.xattrs = {**inode.xattrs, name: value}
-        if sum(len(key) + len(data) for key, data in inode.xattrs.items()) > _XATTRS_TOTAL_MAX:
-            raise fail(errno.ENOSPC)
-
-    return change
-
-
-def xattr_removed(name: bytes) -> Callable[[Inode], None]:
-    """Return the change that removes an extended attribute of an inode."""
-
-    def change(inode: Inode) -> None:
-        if name not in inode.xattrs and name not in acl.NAMES:
-            raise fail(errno.ENODATA)
-        acl.remove(inode, name)
-
-    return change
