@@ -19,23 +19,17 @@ _CLONE_XATTR = "user.irdmafs.clone"
 _TOGETHER = 30
 
 
+# A file to be copied: its path, that of the copy, and its status.
+_File = tuple[str, str, os.stat_result]
+
+
 class Cloned(NamedTuple):
     """What a copy consists of: how many files and bytes are shared, and how many were copied."""
 
-    shared_files: int = 0
-    shared_bytes: int = 0
-    copied_files: int = 0
-    copied_bytes: int = 0
-
-    def _with(self, *more: int) -> Cloned:
-        return Cloned(*map(sum, zip(self, more, strict=True)))
-
-
-class _File(NamedTuple):
-    path: str
-    made: str
-    size: int
-    is_near: bool
+    shared_files: int
+    shared_bytes: int
+    copied_files: int
+    copied_bytes: int
 
 
 def clone(source: StrPath, target: StrPath) -> Cloned:
@@ -45,54 +39,72 @@ def clone(source: StrPath, target: StrPath) -> Cloned:
     On one mount of irdmafs a copy shares the bytes: it takes no room, and neither changes the other. What
     is just being written, or lies elsewhere, is copied byte by byte. Raises OSError.
     """
+    copying = _Copying()
     with aside(target) as place:
-        return _copy({place: os.fspath(source)}, os.path.dirname(place))
+        copying.copy({place: os.fspath(source)}, os.path.dirname(place))
+    shared, copied = copying.shared, copying.copied
+    return Cloned(len(shared), sum(shared), len(copied), sum(copied))
 
 
-def clone_all(source: str, target: str) -> Cloned:
+def clone_all(source: str, target: str) -> None:
     """Copy all that is in a directory into another one. Raises OSError."""
-    names = os.listdir(source)
-    made = {os.path.join(target, name): os.path.join(source, name) for name in names}
-    return _copy(made, target)
+    _Copying().copy_all(source, target)
 
 
-def _copy(sources: Mapping[str, str], directory: str) -> Cloned:
-    """Copy what is under paths to other ones in a directory, by which they are given."""
-    done, files, device = Cloned(), list[_File](), os.stat(directory).st_dev
-    for made, path in sources.items():
-        status = os.lstat(path)
-        if stat.S_ISREG(status.st_mode):
-            files.append(_File(path, made, status.st_size, status.st_dev == device))
-            continue
-        if stat.S_ISDIR(status.st_mode):
-            os.mkdir(made)
-            done = done._with(*clone_all(path, made))
-        elif stat.S_ISLNK(status.st_mode):
-            os.symlink(os.readlink(path), made)
-        else:
-            os.mknod(made, status.st_mode, status.st_rdev)
-        _keep_attributes(path, made)
-    for first in range(0, len(files), _TOGETHER):
-        some = files[first : first + _TOGETHER]
-        shared = _share(some, directory)
-        for file in some:
-            if shared or (len(some) > 1 and _share([file], directory)):
-                done = done._with(1, file.size, 0, 0)
+class _Copying:
+    """Copies files and directories; has the sizes of files that share their bytes, and of others."""
+
+    def __init__(self) -> None:
+        self.shared = list[int]()
+        self.copied = list[int]()
+
+    def copy_all(self, source: str, target: str) -> None:
+        names = os.listdir(source)
+        self.copy({f"{target}/{name}": f"{source}/{name}" for name in names}, target)
+
+    def copy(self, sources: Mapping[str, str], directory: str) -> None:
+        """Copy what is under paths to other ones in a directory, by which they are given."""
+        files = list[_File]()
+        for made, path in sources.items():
+            status = os.lstat(path)
+            if stat.S_ISREG(status.st_mode):
+                files.append((path, made, status))
+                continue
+            if stat.S_ISDIR(status.st_mode):
+                os.mkdir(made)
+                self.copy_all(path, made)
+            elif stat.S_ISLNK(status.st_mode):
+                os.symlink(os.readlink(path), made)
             else:
-                shutil.copyfile(file.path, file.made)
-                _keep_attributes(file.path, file.made)
-                done = done._with(0, 0, 1, file.size)
-    return done
+                os.mknod(made, status.st_mode, status.st_rdev)
+            _keep_attributes(path, made, status)
+        for first in range(0, len(files), _TOGETHER):
+            some = files[first : first + _TOGETHER]
+            if not _share(some, directory):
+                for file in some:
+                    self._copy_one(*file, directory)
+            else:
+                self.shared += [status.st_size for _, _, status in some]
+
+    def _copy_one(self, path: str, made: str, status: os.stat_result, directory: str) -> None:
+        """Copy a file that could not be shared together with others."""
+        if _share([(path, made, status)], directory):
+            self.shared.append(status.st_size)
+        else:
+            shutil.copyfile(path, made)
+            _keep_attributes(path, made, status)
+            self.copied.append(status.st_size)
 
 
 def _share(files: Sequence[_File], directory: str) -> bool:
     """Have the mount make copies in a directory that share their bytes. Return whether it did."""
-    if not all(file.is_near for file in files):
+    device = os.stat(directory).st_dev
+    if any(status.st_dev != device for _, _, status in files):
         return False  # another filesystem would take the attribute for one to keep
     try:
         wanted = [
             (os.path.basename(made), look_up(os.getxattr, path, _CLONE_XATTR).decode())
-            for path, made, *_ in files
+            for path, made, _ in files
         ]
         os.setxattr(directory, _CLONE_XATTR, json.dumps(wanted).encode())
     except OSError as error:
@@ -102,8 +114,7 @@ def _share(files: Sequence[_File], directory: str) -> bool:
     return True
 
 
-def _keep_attributes(path: str, made: str) -> None:
-    status = os.lstat(path)
+def _keep_attributes(path: str, made: str, status: os.stat_result) -> None:
     with contextlib.suppress(PermissionError):
         os.chown(made, status.st_uid, status.st_gid, follow_symlinks=False)
     shutil.copystat(path, made, follow_symlinks=False)

@@ -89,9 +89,10 @@ class Clones(Part):
                 if not secrets.compare_digest(self._signed(what), ticket.encode()):
                     raise fail(errno.EINVAL, "the ticket is not of this mount")
                 found.append((os.fsencode(name), ino, version))
-        except (ValueError, TypeError, AttributeError):
+        except (ValueError, TypeError, AttributeError, RecursionError):
             raise fail(errno.EINVAL, "it is no list of names and tickets") from None
-        if not 0 < len(found) <= TOGETHER_MAX or not all(is_name(name) for name, *_ in found):
+        names = {name for name, *_ in found if is_name(name)}
+        if not 0 < len(found) == len(names) <= TOGETHER_MAX:
             raise fail(errno.EINVAL, f"it is no list of 1 to {TOGETHER_MAX} names")
         return found
 

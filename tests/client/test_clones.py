@@ -145,8 +145,9 @@ def test_a_user_clones_what_he_may_read_where_he_may_write(folder: Path, nobody:
         (folder / name).chmod(0o4755)
     ticket = os.getxattr(folder / "secret" / "file", "user.irdmafs.clone").decode()
     forged = ticket[:-1] + ("0" if ticket[-1] != "0" else "1")
-    with fails_with(errno.EINVAL):
-        os.setxattr(folder, "user.irdmafs.clone", json.dumps([("name", forged)]).encode())
+    for nonsense in ([("name", forged)], [("name", ticket)] * 2, [("..", ticket)], [], 7, [[7, 7]]):
+        with fails_with(errno.EINVAL):
+            os.setxattr(folder, "user.irdmafs.clone", json.dumps(nonsense).encode())
     clone = """
 def clone(source, target, name):
     ticket = os.getxattr(f"{place}/{source}", "user.irdmafs.clone").decode()
