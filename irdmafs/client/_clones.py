@@ -12,11 +12,12 @@ from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 from ._drafts import aside
-from ._files import StrPath, look_up
+from ._files import StrPath, look_up, open_to_read
 
 _CLONE_XATTR = "user.irdmafs.clone"
 # A mount makes so many files at a time.
 _TOGETHER = 30
+_COPIED_BYTES = 1 << 20
 
 
 # A file to be copied: its path, that of the copy, and its status.
@@ -37,8 +38,11 @@ def clone(source: StrPath, target: StrPath) -> Cloned:
     copy is at ``target`` when it is whole, in one change; what was there goes.
 
     On one mount of irdmafs a copy shares the bytes: it takes no room, and neither changes the other. What
-    is just being written, or lies elsewhere, is copied byte by byte. Raises OSError.
+    is just being written, or lies elsewhere, is copied byte by byte. Raises OSError: EINVAL for a target in
+    the source.
     """
+    if os.path.realpath(target).startswith(os.path.join(os.path.realpath(source), "")):
+        raise OSError(errno.EINVAL, "It is in what is to be copied", target)
     copying = _Copying()
     with aside(target) as place:
         copying.copy({place: os.fspath(source)}, os.path.dirname(place))
@@ -91,7 +95,12 @@ class _Copying:
         if _share([(path, made, status)], directory):
             self.shared.append(status.st_size)
         else:
-            shutil.copyfile(path, made)
+            with (
+                open_to_read(path, os.O_NOFOLLOW) as (fd, _),
+                open(fd, "rb", closefd=False) as old,
+                open(made, "xb") as new,
+            ):
+                shutil.copyfileobj(old, new, _COPIED_BYTES)
             _keep_attributes(path, made, status)
             self.copied.append(status.st_size)
 
@@ -102,10 +111,10 @@ def _share(files: Sequence[_File], directory: str) -> bool:
     if any(status.st_dev != device for _, _, status in files):
         return False  # another filesystem would take the attribute for one to keep
     try:
-        wanted = [
-            (os.path.basename(made), look_up(os.getxattr, path, _CLONE_XATTR).decode())
-            for path, made, _ in files
-        ]
+        wanted = list[tuple[str, str]]()
+        for path, made, _ in files:
+            ticket = look_up(os.getxattr, path, _CLONE_XATTR, follow_symlinks=False)
+            wanted.append((os.path.basename(made), ticket.decode()))
         os.setxattr(directory, _CLONE_XATTR, json.dumps(wanted).encode())
     except OSError as error:
         if error.errno in (errno.EDQUOT, errno.ENOSPC):

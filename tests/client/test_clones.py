@@ -51,6 +51,8 @@ def test_a_clone_is_what_cp_makes_and_takes_no_room(mount: Mount, folder: Path) 
     for _ in range(3):  # the last one goes, in one change
         assert client.clone(source, target) == shared(3, 4 * MIB + 5)
     assert (len(mount.extents()), room_of(mount)) == (files + 2, room)
+    with fails_with(errno.EINVAL):
+        client.clone(source, source / "below" / "new")
     assert sorted(os.listdir(target)) == sorted(os.listdir(source))
     assert (target / "large").read_bytes() == pattern(1, 4 * MIB)
     assert (target / "below" / "small").read_bytes() == b"small"
