@@ -37,7 +37,7 @@ class ClonedFiles:
         else:
             do = choose.choice([
                 self._clone, self._clone, self._clone, self._write, self._append, self._truncate,
-                self._store_mapped, self._rename, self._unlink, self._keep_open, self._restart_readers,
+                self._store_mapped, self._rename, self._unlink, self._keep_open, self._close_a_reader,
             ])  # fmt: skip
         do(place, name)
         self.check(choose.choice(self._places), choose.choice(NAMES))
@@ -107,6 +107,6 @@ class ClonedFiles:
         if len(self._readers) > _READERS_MAX:
             os.close(self._readers.pop(0)[0])
 
-    def _restart_readers(self, place: Path, name: str) -> None:
+    def _close_a_reader(self, place: Path, name: str) -> None:
         with contextlib.suppress(IndexError):
             os.close(self._readers.pop(self._random.randrange(_READERS_MAX))[0])
