@@ -44,5 +44,6 @@ class Clones:
         clones = self.of.get(content)
         if not clones:
             return 0
-        origin = self._inodes.get(self._inodes[next(iter(clones))].origin)
+        clone = self._inodes.get(next(iter(clones)))  # None: it was damaged
+        origin = self._inodes.get(clone.origin) if clone is not None else None
         return len(clones) + (origin is not None and origin.nlink > 0 and origin.extent == content)
