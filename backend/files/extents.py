@@ -87,7 +87,8 @@ class ExtentStore:
         self.directory = directory
         os.makedirs(directory, mode=0o700, exist_ok=True)
         self._dir_fd = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-        self._next = ContentId(max(self, default=0) + 1)
+        # Extents below the first were there before.
+        self.first = self._next = ContentId(max(self, default=0) + 1)
 
     def close(self) -> None:
         os.close(self._dir_fd)

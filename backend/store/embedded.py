@@ -69,9 +69,8 @@ class EmbeddedStore(Pinned, Store):
         self.waits = waits
         # Extents that were allocated here and that no version names yet.
         self._working: set[ContentId] = set()
-        # Those that programs may have mapped for writing; and the last one that was there before.
+        # Those that programs may have mapped for writing, except what was there before.
         self._mapped: set[ContentId] = set()
-        self._before = max(extents, default=0)
 
     async def begin(self) -> None:
         """Repair what a crash left."""
@@ -152,7 +151,7 @@ class EmbeddedStore(Pinned, Store):
         try:
             for _, source, made in wanted:
                 extent = source.extent
-                is_suspect = extent in self._mapped or extent <= self._before
+                is_suspect = extent in self._mapped or extent < self.extents.first
                 if extent and is_suspect and self.extents.is_open_to_write(extent):
                     raise fail(errno.ETXTBSY)
                 if extent:
