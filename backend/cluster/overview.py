@@ -325,9 +325,9 @@ async def name_files(found: Cluster, engine: EtcdEngine) -> None:
 
 async def read_group_bytes(engine: EtcdEngine, buckets: int) -> dict[int, int]:
     """Return the bytes of one replica of each group, by reading every inode."""
-    held: Counter[int] = Counter()
+    held, seen = Counter[int](), set[int]()
     async for page in _pages(engine, b"i", b"j"):
-        held.update(placement.bytes_of_groups(_layouts(page), buckets))
+        held.update(placement.bytes_of_groups(_layouts(page, seen), buckets))
     return dict(held)
 
 
@@ -338,12 +338,14 @@ async def _pages(engine: EtcdEngine, start: bytes, end: bytes) -> AsyncIterator[
         start = page[-1].key + b"\0"
 
 
-def _layouts(page: Iterable[KeyValue]) -> Iterable[tuple[Layout, int]]:
+def _layouts(page: Iterable[KeyValue], seen: set[int]) -> Iterable[tuple[Layout, int]]:
+    """Yield layout and size of each content that was not `seen` before."""
     for record in page:
         try:
             ino = int.from_bytes(record.key[1:], "big")
             inode = Inode.decode(ino, record.value, record.mod_revision)
         except msgspec.DecodeError:
             continue  # nodes and mounts tell of it
-        if inode.extent:
+        if inode.extent and inode.extent not in seen:
+            seen.add(inode.extent)
             yield inode.layout, inode.size

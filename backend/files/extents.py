@@ -87,7 +87,8 @@ class ExtentStore:
         self.directory = directory
         os.makedirs(directory, mode=0o700, exist_ok=True)
         self._dir_fd = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-        self._next = ContentId(max(self, default=0) + 1)
+        # Extents below the first were there before.
+        self.first = self._next = ContentId(max(self, default=0) + 1)
 
     def close(self) -> None:
         os.close(self._dir_fd)
@@ -141,6 +142,25 @@ class ExtentStore:
 
     def _missing(self, extent: ContentId) -> OSError:
         return OSError(errno.EIO, "extent is missing from the store", self.path(extent))
+
+    def link(self, extent: ContentId) -> ContentId:
+        """Give an extent's file another number, too, and return that. It must not be written from then on.
+        Raises OSError."""
+        number = self._next
+        os.link(f"{extent:x}", f"{number:x}", src_dir_fd=self._dir_fd, dst_dir_fd=self._dir_fd)
+        self._next = ContentId(number + 1)
+        return number
+
+    def is_open_to_write(self, extent: ContentId) -> bool:
+        """Return whether anybody may write an extent, as far as the kernel tells: has it open, or mapped
+        after it was closed."""
+        with self.opened(extent) as fd:
+            try:
+                fcntl.fcntl(fd, fcntl.F_SETLEASE, fcntl.F_RDLCK)
+                fcntl.fcntl(fd, fcntl.F_SETLEASE, fcntl.F_UNLCK)
+            except OSError:  # or its filesystem has no leases
+                return True
+        return False
 
     def free(self, extent: ContentId) -> None:
         """Remove an extent; its memory goes when the last open file of it is closed."""

@@ -1,16 +1,11 @@
 """The namespace: the tree of directories, names and inodes that programs change."""
 
+from .clones import NewClone
 from .inode import FIRST_VIRTUAL_INO, NAME_MAX, ROOT_INO, Inode, NoInode, fail
+from .inode_changes import XATTR_SIZE_MAX
 from .local import LocalCommitter
 from .namespace import Namespace
-from .planner import (
-    RENAME_EXCHANGE,
-    RENAME_NOREPLACE,
-    RENAME_WHITEOUT,
-    XATTR_SIZE_MAX,
-    NewVersion,
-    Outdated,
-)
+from .planner import RENAME_EXCHANGE, RENAME_NOREPLACE, RENAME_WHITEOUT, NewVersion, Outdated
 from .shared import SharedCommitter
 from .tree import Tree
 
@@ -25,6 +20,7 @@ __all__ = [
     "Inode",
     "LocalCommitter",
     "Namespace",
+    "NewClone",
     "NewVersion",
     "NoInode",
     "Outdated",

@@ -77,7 +77,7 @@ class _Record(NamedTuple):
     # Left out where nothing of this is known.
     digests: Annotated[bytes, msgspec.Meta(max_length=_DIGESTS_MAX)] = b""
     birth_ns: _Time = 0
-    unused: _Word = 0
+    origin: Count = 0
     maker: Count = 0
 
 
@@ -94,15 +94,16 @@ class Inode:
     nodes; `digests`, if any, are those of its bytes (see digest). `blocks` counts 512-byte units as stat
     does; `target` is a symlink's; `birth_ns` is the time of creation, 0 if it is unknown; `maker` is the
     mount that makes the first version of a file, and alone sees its names until then (see unseen), 0 if all
-    mounts do. Derived, not part of the record: `nlink` of a directory; `parent` and `name`, the directory
-    and the name in it that lead to the inode (0 and b"": none does; a removed directory keeps its parent),
-    and how many `more` names do. `revision` is that of the record in the engine, 0 while there is none.
+    mounts do; `origin` is the inode that named the content of a clone first (see clones). Derived, not part
+    of the record: `nlink` of a directory; `parent` and `name`, the directory and the name in it that lead
+    to the inode (0 and b"": none does; a removed directory keeps its parent), and how many `more` names do.
+    `revision` is that of the record in the engine, 0 while there is none.
     """
 
     __slots__ = (
         "atime_ns", "birth_ns", "blocks", "ctime_ns", "digests", "extent", "gid", "ino", "is_dir",
-        "is_file", "layout", "maker", "mode", "more", "mtime_ns", "name", "nlink", "parent", "rdev",
-        "revision", "size", "target", "uid", "version", "xattrs",
+        "is_file", "layout", "maker", "mode", "more", "mtime_ns", "name", "nlink", "origin", "parent",
+        "rdev", "revision", "size", "target", "uid", "version", "xattrs",
     )  # fmt: skip
 
     def __init__(self, ino: int, mode: int, uid: int, gid: int, now_ns: int) -> None:
@@ -117,7 +118,7 @@ class Inode:
         self.size = 0
         self.blocks = 0
         self.atime_ns = self.mtime_ns = self.ctime_ns = self.birth_ns = now_ns
-        self.maker = 0
+        self.maker = self.origin = 0
         self.version = 0
         self.extent = NO_CONTENT
         self.parent = 0
@@ -135,8 +136,8 @@ class Inode:
             self.atime_ns, self.mtime_ns, self.ctime_ns, self.version, self.extent,
             self.target, self.xattrs, self.layout,
         )  # fmt: skip
-        if self.maker:
-            return _encode((*record, self.digests, self.birth_ns, 0, self.maker))
+        if self.maker or self.origin:
+            return _encode((*record, self.digests, self.birth_ns, self.origin, self.maker))
         if self.birth_ns:
             return _encode((*record, self.digests, self.birth_ns))
         return _encode((*record, self.digests) if self.digests else record)
@@ -149,7 +150,7 @@ class Inode:
         (
             inode.mode, inode.uid, inode.gid, inode.nlink, inode.rdev, inode.size, inode.blocks,
             inode.atime_ns, inode.mtime_ns, inode.ctime_ns, inode.version, inode.extent,
-            inode.target, inode.xattrs, inode.layout, inode.digests, inode.birth_ns, _,
+            inode.target, inode.xattrs, inode.layout, inode.digests, inode.birth_ns, inode.origin,
             inode.maker,
         ) = _decode(value)  # fmt: skip
         if inode.mode >> 12 not in _KINDS:
@@ -179,7 +180,7 @@ class Inode:
         new.parent, new.name, new.more = self.parent, self.name, self.more
         new.target, new.xattrs, new.layout = self.target, self.xattrs, self.layout
         new.digests, new.revision = self.digests, self.revision
-        new.birth_ns, new.maker = self.birth_ns, self.maker
+        new.birth_ns, new.maker, new.origin = self.birth_ns, self.maker, self.origin
         return new
 
 

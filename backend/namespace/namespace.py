@@ -15,8 +15,11 @@ import trio
 
 from ...inline import detach
 from ..kv import Compare
+from ..model.records import ContentId
+from .clones import NewClone
 from .commit import Commit
 from .inode import FIRST_VIRTUAL_INO, ROOT_INO, Inode, fail
+from .inode_changes import remove_xattr, set_attributes, set_xattr
 from .local import LocalCommitter
 from .planner import (
     NOTHING_KNOWN,
@@ -26,10 +29,7 @@ from .planner import (
     Known,
     NewVersion,
     Planner,
-    attributes_set,
     root_of,
-    xattr_removed,
-    xattr_set,
 )
 from .shared import SharedCommitter
 from .tree import Tree
@@ -203,6 +203,15 @@ class Namespace:
         await self._carry_out(plan, guards)
         return [*published]
 
+    async def clone(self, parent: int, wanted: Sequence[NewClone], *, shares: bool) -> None:
+        """Make files with the contents of others, all of them, or none. `shares`: they name the very
+        content, as nodes admit. Raises OSError as Planner.clone does, and EEXIST."""
+        await self._carry_out(partial(self._planner.clone, parent, wanted, shares=shares))
+
+    async def move(self, ino: int, extent: ContentId) -> None:
+        """Have a file's version in another extent of this host, which has the same bytes."""
+        await self._change(ino, partial(self._planner.move, ino, extent))
+
     async def check_room(self, ino: int, blocks: int) -> None:
         """Raise OSError EDQUOT if quotas have no room for a version of so many blocks. Called before it is
         sent."""
@@ -216,7 +225,7 @@ class Namespace:
     def set_attributes(self, ino: int, **values: int) -> Coroutine[Any, Any, Inode]:
         """Set some of `mode` (without the type), `uid`, `gid`, `atime_ns`, `mtime_ns`."""
         sets_mtime = "mtime_ns" in values
-        change = attributes_set(values)
+        change = partial(set_attributes, values=values)
         return self._change(ino, partial(self._planner.change, ino, change, sets_mtime=sets_mtime))
 
     async def note_reads(self, atimes: Mapping[int, int]) -> None:
@@ -231,11 +240,12 @@ class Namespace:
     ) -> Coroutine[Any, Any, Inode]:
         """Set an extended attribute. `flags` are setxattr(2)'s XATTR_CREATE and XATTR_REPLACE;
         `drop_set_gid`: the caller may not keep set-group-id when an ACL is set."""
-        change = xattr_set(name, value, flags, drop_set_gid=drop_set_gid)
+        change = partial(set_xattr, name=name, value=value, flags=flags, drop_set_gid=drop_set_gid)
         return self._change(ino, partial(self._planner.change, ino, change))
 
     def remove_xattr(self, ino: int, name: bytes) -> Coroutine[Any, Any, Inode]:
-        return self._change(ino, partial(self._planner.change, ino, xattr_removed(name)))
+        change = partial(remove_xattr, name=name)
+        return self._change(ino, partial(self._planner.change, ino, change))
 
     def _change(
         self, ino: int, plan: Callable[[], Commit], guards: Sequence[Compare] = ()

@@ -20,13 +20,11 @@ from typing import Final, NamedTuple
 from ..model.clock import now_ns
 from ..model.records import ContentId, Layout
 from . import acl
+from .clones import NewClone
 from .commit import Commit
-from .inode import FIRST_VIRTUAL_INO, NAME_MAX, NO_LAYOUT, ROOT_INO, Inode, fail, nearest_time
+from .inode import FIRST_VIRTUAL_INO, NO_LAYOUT, ROOT_INO, Inode, fail, nearest_time
 from .numbers import belongs
 from .tree import Tree
-
-XATTR_SIZE_MAX = 64 * 1024
-_XATTRS_TOTAL_MAX = 1024 * 1024
 
 RENAME_NOREPLACE = 1
 RENAME_EXCHANGE = 2
@@ -373,7 +371,7 @@ class Planner:
         inode = found.copy()
         inode.version += 1
         inode.extent, inode.size, inode.blocks = version.extent, size, blocks
-        inode.digests = version.digests
+        inode.digests, inode.origin = version.digests, 0
         inode.mtime_ns = nearest_time(version.mtime_ns)
         if version.ctime_ns != 0:
             inode.ctime_ns = nearest_time(max(inode.ctime_ns + 1, version.ctime_ns or now_ns()))
@@ -398,6 +396,44 @@ class Planner:
         if not all(inode.nlink for inode in commit.inodes):
             raise fail(errno.ESTALE, "a file has lost its name")
         commit.urgent = True
+        return commit
+
+    def clone(self, parent: int, wanted: Sequence[NewClone], *, shares: bool) -> Commit:
+        """Make files with the contents of others, whose times they get. `shares`: they name the very
+        content. Raises ESTALE if one has another version; EXDEV if it is of another subvolume; E2BIG for
+        several at a time where quotas count each."""
+        commit, directory, now = Commit(), self._tree.inode(parent), now_ns()
+        if directory.nlink == 0:
+            raise fail(errno.ENOENT)
+        inodes, names, gone, fixed = list[Inode](), [], list[Inode](), [directory]
+        for name, source, made in wanted:
+            found, inode = self._tree.inode(source.ino), made.copy()
+            if found.version != source.version or not found.nlink:
+                raise fail(errno.ESTALE, "it has another version by now")
+            _refuse_to_leave(found.ino, parent)
+            gone += self._new_name(parent, name).gone
+            inode.ino, inode.nlink, inode.version, inode.revision = self._new_ino(parent), 1, 1, 0
+            inode.parent, inode.name, inode.more = 0, b"", 0
+            inode.ctime_ns = inode.birth_ns = now
+            if shares and inode.extent:
+                inode.origin = found.origin or found.ino
+                self._tree.clones.in_use = True
+                fixed.append(found)
+            inodes.append(inode)
+            names.append((parent, name, inode.ino))
+        commit.inode, commit.inodes, commit.names, commit.gone = inodes[0], inodes, names, gone
+        commit.fixed, commit.times = fixed, ((parent, now),)
+        if self._quotas.in_use and (above := self._quotas.above(parent)):
+            if len(wanted) > 1:
+                raise fail(errno.E2BIG, "quotas count one file at a time")
+            commit.charge = self._quotas.admit(inodes[0].ino, above, inodes[0].blocks)
+        return commit
+
+    def move(self, ino: int, extent: ContentId) -> Commit:
+        """Have a file's version in another extent, which has the same bytes."""
+        commit, inode = Commit(), self._tree.inode(ino).copy()
+        inode.extent = extent
+        commit.inode, commit.inodes, commit.local = inode, (inode,), not inode.nlink
         return commit
 
     def change(
@@ -435,54 +471,3 @@ def _refuse_to_leave(ino: int, directory: int) -> None:
     """Raise OSError EXDEV if an inode would leave its subvolume, or enter one, by a name in a directory."""
     if not belongs(ino, directory):
         raise fail(errno.EXDEV)
-
-
-def attributes_set(values: Mapping[str, int]) -> Callable[[Inode], None]:
-    """Return the change that sets these attributes of an inode (see Namespace.set_attributes)."""
-
-    def change(inode: Inode) -> None:
-        for name, value in values.items():
-            if name == "mode":
-                value = stat.S_IFMT(inode.mode) | stat.S_IMODE(value)
-            elif name.endswith("_ns"):
-                value = nearest_time(value)
-            setattr(inode, name, value)
-        if "mode" in values:
-            acl.follow_chmod(inode)
-
-    return change
-
-
-def xattr_set(
-    name: bytes, value: bytes, flags: int, *, drop_set_gid: bool
-) -> Callable[[Inode], None]:
-    """Return the change that sets an extended attribute of an inode."""
-
-    def change(inode: Inode) -> None:
-        if flags & os.XATTR_CREATE and name in inode.xattrs:
-            raise fail(errno.EEXIST)
-        if flags & os.XATTR_REPLACE and name not in inode.xattrs:
-            raise fail(errno.ENODATA)
-        if len(name) > NAME_MAX:
-            raise fail(errno.ERANGE)
-        if len(value) > XATTR_SIZE_MAX:
-            raise fail(errno.E2BIG)
-        if name in acl.NAMES:
-            acl.put(inode, name, value, drop_set_gid=drop_set_gid)
-        else:
-            inode.xattrs = {**inode.xattrs, name: value}
-        if sum(len(key) + len(data) for key, data in inode.xattrs.items()) > _XATTRS_TOTAL_MAX:
-            raise fail(errno.ENOSPC)
-
-    return change
-
-
-def xattr_removed(name: bytes) -> Callable[[Inode], None]:
-    """Return the change that removes an extended attribute of an inode."""
-
-    def change(inode: Inode) -> None:
-        if name not in inode.xattrs and name not in acl.NAMES:
-            raise fail(errno.ENODATA)
-        acl.remove(inode, name)
-
-    return change

@@ -22,6 +22,7 @@ from ..kv.faults import Faults
 from ..kv.map import Map
 from ..model.clock import now_ns
 from ..model.records import NEXT_INO_KEY, NEXT_INO_OF
+from .clones import Clones
 from .commit import Commit
 from .drafts import DRAFTS
 from .events import Listener, changes_of, differences, misplaced, removals_first
@@ -79,6 +80,7 @@ class Tree(Names):
         self._led: list[tuple[int, bytes, int, int]] = []
         self.quotas = Quotas(self.inodes, self.below, self.parents_of, self.path_of)
         self.watches = Watches(self.inodes, self.parents_of)
+        self.clones = Clones(self.inodes)
         # A directory has, or had, the attribute of drafts.
         self.has_drafts = False
 
@@ -171,6 +173,8 @@ class Tree(Names):
             self.quotas.update(before)
         if self.watches.in_use:
             self.watches.changed(self._led, before)
+        if self.clones.in_use:
+            self.clones.changed(before)
         return before
 
     def _refuse_misplaced(self) -> None:
@@ -303,6 +307,8 @@ class Tree(Names):
             self.quotas.update(before)
         if self.watches.in_use:
             self.watches.changed(self._led, before)
+        if self.clones.in_use:
+            self.clones.changed(before)
         return before
 
     def enact_locally(self, commit: Commit) -> None:
@@ -355,6 +361,8 @@ class Tree(Names):
             self.unseen.add(ino)
         else:
             self.unseen.discard(ino)
+        if inode.origin:
+            self.clones.in_use = True
         self.inodes.store(inode, record, known)
         self.damaged.pop(ino, None)
 

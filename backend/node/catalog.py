@@ -183,6 +183,11 @@ class Catalog:
         named = self._named.get(content)
         return named.ino if named is not None else 0
 
+    def inos_of(self, content: int) -> list[int]:
+        """Return all inodes whose content it is: of a clone there are several."""
+        also = [named.ino for named in self._named.also.get(content, ())]
+        return [self._named[content].ino, *also] if content in self._named else []
+
     def home_of(self, extent: Extent) -> int:
         """Return the group of an extent, 0 (which is none) if it is not named."""
         named = self._named.get(extent.content)

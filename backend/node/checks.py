@@ -159,8 +159,8 @@ class WrongExtents(dict[Extent, bool]):
         """Return the inodes whose contents are wrong here, and whether a right copy may be had."""
         found: dict[int, bool] = {}
         for extent, may_be_mended in self.items():
-            ino = self._catalog.ino_of(extent.content)
-            found[ino] = found.get(ino, True) and may_be_mended
+            for ino in self._catalog.inos_of(extent.content):
+                found[ino] = found.get(ino, True) and may_be_mended
         return found
 
     def find(self, extent: Extent) -> None:

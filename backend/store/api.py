@@ -6,9 +6,11 @@ import os
 from collections.abc import Awaitable, Callable, Sequence
 from typing import TYPE_CHECKING, Any, Protocol
 
-from ..files.extents import ExtentStore
+import trio
+
+from ..files.extents import ExtentStore, copy_contents, when_unlocked
 from ..model.records import ContentId, Layout
-from ..namespace import NAME_MAX, Inode, Namespace, NewVersion, fail
+from ..namespace import NAME_MAX, Inode, Namespace, NewClone, NewVersion, fail
 
 if TYPE_CHECKING:
     from .remote.locks import SharedLocks
@@ -92,6 +94,11 @@ class Store(Protocol):
         """Return whether `publish` of this content failed, although it may have become a version."""
         return False
 
+    async def clone(self, directory: int, wanted: Sequence[NewClone]) -> None:
+        """Make files in a directory with the contents of others, all of them, or none, without a copy of
+        their bytes. Nobody may be writing these in place. Raises OSError ETXTBSY if a program may have one
+        of them mapped for writing, and as Planner.clone does."""
+
     async def save_aside(self, version: NewVersion) -> str:
         """Publish a version that cannot become the file's next one as a new file beside it, and return that
         one's name. Raises OSError."""
@@ -110,8 +117,13 @@ class Store(Protocol):
         """Return whether the file of a version is still the one that was written on this host."""
         return True
 
+    def note_mapped(self, extent: ContentId) -> None:
+        """Note that a program may have a content mapped for writing, also when it has closed it."""
+        return
+
     def is_lent(self, extent: ContentId) -> bool:
-        """Return whether the extent is the very file of a store node on this host."""
+        """Return whether the file of a version must not be written, as a store node on this host has it, or
+        other versions."""
         return False
 
     def hands_over(self, extent: ContentId) -> bool:
@@ -174,6 +186,25 @@ class Store(Protocol):
     def status(self) -> dict[str, Any]:
         """Return figures of its own for `irdmafs status`."""
         return {}
+
+
+async def copy_of(
+    store: Store, inode: Inode, extent: ContentId, *, syncs: bool = False
+) -> ContentId:
+    """Return a working copy of a content on this host, which programs may be writing. `syncs`: it survives
+    a power loss. Raises OSError (ENOSPC)."""
+    copy, fd = store.allocate(inode)
+    try:
+        with store.extents.opened(extent) as source:
+            await when_unlocked(copy_contents, source, fd)
+        if syncs:
+            await trio.to_thread.run_sync(store.extents.sync, copy)
+    except BaseException:
+        store.retire(copy)
+        raise
+    finally:
+        os.close(fd)
+    return copy
 
 
 async def make_aside(

@@ -5,19 +5,21 @@ it), current (a file's newest version), retired (superseded or given up). A reti
 nothing pins it; working and retired extents do not survive a crash.
 """
 
+import errno
 import logging
 import os
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager, closing
 
 import trio
 
+from ...inline import detach
 from ..files.extents import ExtentStore, Pinned, in_memory, lock_directory
 from ..kv import Damaged
 from ..kv.map import Map
 from ..model.records import NO_CONTENT, ContentId, Layout
-from ..namespace import Inode, LocalCommitter, Namespace, NewVersion, Tree
-from .api import Store, save_aside
+from ..namespace import Inode, LocalCommitter, Namespace, NewClone, NewVersion, Tree, fail
+from .api import Store, copy_of, save_aside
 
 log = logging.getLogger(__name__)
 
@@ -67,6 +69,8 @@ class EmbeddedStore(Pinned, Store):
         self.waits = waits
         # Extents that were allocated here and that no version names yet.
         self._working: set[ContentId] = set()
+        # Those that programs may have mapped for writing, except what was there before.
+        self._mapped: set[ContentId] = set()
 
     async def begin(self) -> None:
         """Repair what a crash left."""
@@ -118,6 +122,7 @@ class EmbeddedStore(Pinned, Store):
 
     def free(self, extent: ContentId) -> None:
         self._working.discard(extent)
+        self._mapped.discard(extent)
         self.extents.free(extent)
 
     async def publish(self, version: NewVersion) -> Inode:
@@ -140,6 +145,45 @@ class EmbeddedStore(Pinned, Store):
         elif extent != version.extent:
             self._working.add(extent)  # it was emptied, and may be written on
         return inode
+
+    async def clone(self, directory: int, wanted: Sequence[NewClone]) -> None:
+        linked = list[ContentId]()
+        try:
+            for _, source, made in wanted:
+                extent = source.extent
+                is_suspect = extent in self._mapped or extent < self.extents.first
+                if extent and is_suspect and self.extents.is_open_to_write(extent):
+                    raise fail(errno.ETXTBSY)
+                if extent:
+                    made.extent = self.extents.link(extent)
+                    linked.append(made.extent)
+            if self.waits and linked:
+                await detach()
+                await trio.to_thread.run_sync(self.extents.sync, linked[-1])  # with all names
+            await self.namespace.clone(directory, wanted, shares=False)
+        except BaseException:
+            for extent in linked:
+                self.extents.free(extent)
+            raise
+
+    def note_mapped(self, extent: ContentId) -> None:
+        self._mapped.add(extent)
+
+    # -- writing in place ------------------------------------------------------------------------
+
+    def is_lent(self, extent: ContentId) -> bool:
+        return extent > 0 and self.extents.stat(extent).st_nlink > 1
+
+    async def begin_in_place(self, inode: Inode, extent: ContentId) -> ContentId:
+        """Return a copy of an extent that other files have, too. It has the version from then on: what is
+        written stays if the daemon is killed. Raises OSError (ENOSPC)."""
+        await detach()
+        copy = await copy_of(self, inode, extent, syncs=self.waits)
+        if self.namespace.inode(inode.ino).extent == extent:
+            await self.namespace.move(inode.ino, copy)
+            self._working.discard(copy)
+            self.retire(extent)
+        return copy
 
     async def save_aside(self, version: NewVersion) -> str:
         return await save_aside(self, version, "this-host")

@@ -16,6 +16,7 @@ from ..inline import detach
 from . import onlooker
 from .onlookers import Onlookers
 
+CAP_CHOWN: Final = 0
 CAP_DAC_OVERRIDE: Final = 1
 CAP_DAC_READ_SEARCH: Final = 2
 CAP_FOWNER: Final = 3

@@ -29,7 +29,7 @@ from .members import cluster
 from .nodes import admit, drain, prefetch, rebalance, remove, scrub
 from .serve import serve
 from .train import train
-from .versions import diff, hold, publish, rollback, versions
+from .versions import clone, diff, hold, publish, rollback, versions
 from .watch import watch
 
 if TYPE_CHECKING:
@@ -375,6 +375,6 @@ def doctor(ctx: click.Context, /, config_path: str | None, as_json: bool, **flag
 
 for _command in (admit, drain, remove, scrub):
     cluster.add_command(_command)
-for _command in (cluster, diff, hold, install, prefetch, publish, rebalance, rollback, serve, train,
-                 uninstall, versions, watch):  # fmt: skip
+for _command in (clone, cluster, diff, hold, install, prefetch, publish, rebalance, rollback, serve,
+                 train, uninstall, versions, watch):  # fmt: skip
     main.add_command(_command)

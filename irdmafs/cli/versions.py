@@ -1,5 +1,5 @@
-"""The commands of versions: `irdmafs versions`, and of those in several files `publish`, `rollback`, `hold`
-and `diff`."""
+"""The commands of versions: `irdmafs versions`, of those in several files `publish`, `rollback`, `hold` and
+`diff`, and `clone`."""
 
 from __future__ import annotations
 
@@ -7,13 +7,17 @@ import os
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from datetime import datetime
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import click
 
+from ..backend.model.values import human_bytes
 from ..mount import mounting
 from . import status
 from .cluster import Lacking, ask, print_json
+
+if TYPE_CHECKING:
+    from ..client import Versions
 
 _expected_option = click.option(
     "--expected", metavar="N", type=int,
@@ -52,12 +56,17 @@ def _row(entry: Mapping[str, Any]) -> list[str]:
     return [*first, when, openers]
 
 
+def _versions(directory: str, **options: int) -> Versions:
+    from ..client import Versions
+
+    return Versions(directory, **options)
+
+
 def _versions_in(directory: str) -> dict[str, Any]:
     """Return what is told of the versions in a directory, the newest first."""
-    from ..client._versions import Versions, files_below
+    from ..client._versions import files_below
 
-    found = list[dict[str, Any]]()
-    made = Versions(directory)
+    found, made = list[dict[str, Any]](), _versions(directory)
     for number in reversed(made.numbers()):
         with suppress(FileNotFoundError):  # it has just been removed
             state = "held" if made.is_held(number) else "kept" if found else "current"
@@ -81,9 +90,7 @@ def publish(source: str, directory: str, expected: int | None, keep: int) -> Non
 
     SOURCE is on the same mount, and loses its name. Readers use `irdmafs hold`, or irdmafs.client.Versions.
     """
-    from ..client import Versions
-
-    made = Versions(directory, keep=keep)
+    made = _versions(directory, keep=keep)
     click.echo(status.printable(made.path(made.publish(source, expected=expected))))
 
 
@@ -93,9 +100,7 @@ def publish(source: str, directory: str, expected: int | None, keep: int) -> Non
 @_expected_option
 def rollback(directory: str, number: int, expected: int | None) -> None:
     """Publish version N of DIR again, as its newest version; print its path. No bytes are copied."""
-    from ..client import Versions
-
-    made = Versions(directory)
+    made = _versions(directory)
     click.echo(status.printable(made.path(made.roll_back(number, expected=expected))))
 
 
@@ -123,9 +128,7 @@ def hold(
     COMMAND finds the version's directory in IRDMAFS_PATH, its number in IRDMAFS_VERSION. It is held until
     COMMAND and all programs that it starts have ended, or have closed the descriptors they got.
     """
-    from ..client import Versions
-
-    made = Versions(directory)
+    made = _versions(directory)
     with made.hold(number, newer_than=newer_than, timeout=timeout, local=local) as held:
         told = {"IRDMAFS_PATH": held.path, "IRDMAFS_VERSION": str(held.number)}
         os.set_inheritable(held.fd, True)
@@ -141,15 +144,29 @@ def hold(
 def diff(ctx: click.Context, directory: str, old: int, new: int) -> None:
     """List the files of DIR that differ between versions OLD and NEW, and tensors of .safetensors files:
     + came, - went, ~ changed. The exit code is 1 if anything differs."""
-    from ..client import Versions
     from ..client._differences import differences
 
-    made, code = Versions(directory), 0
+    made, code = _versions(directory), 0
     with made.hold(old) as first, made.hold(new) as second:
         for sign, name in differences(first.path, second.path):
             click.echo(f"{sign} {status.one_line(name)}")
             code = 1
     ctx.exit(code)
+
+
+@click.command()
+@click.argument("source", metavar="SOURCE")
+@click.argument("target", metavar="TARGET")
+def clone(source: str, target: str) -> None:
+    """Copy the file or directory SOURCE to TARGET, which it replaces, in one change, as `cp -a` does.
+
+    On one mount the copy shares the bytes, and takes no room. Tells what was shared, and what was copied.
+    """
+    from ..client import clone
+
+    shared, shared_bytes, copied, copied_bytes = clone(source, target)
+    sizes = human_bytes(shared_bytes), human_bytes(copied_bytes)
+    click.echo(f"{shared} files shared ({sizes[0]}), {copied} copied ({sizes[1]})")
 
 
 @contextmanager

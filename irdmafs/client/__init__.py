@@ -41,6 +41,10 @@ It is for the only reader of a file on its host; what several processes read is 
 >>> with client.draft("/mnt/params/checkpoint") as directory:
 ...     model.save_pretrained(directory)
 
+**Clones.** A copy of a file or directory that takes no room:
+
+>>> client.clone("/mnt/params/checkpoint", "/mnt/params/experiment")
+
 **Versions of directories.** Each is whole, and stays while somebody holds it:
 
 >>> run = client.Versions("/mnt/params/run", keep=3)
@@ -58,6 +62,7 @@ from __future__ import annotations
 import os
 
 from ._buffer import Buffer
+from ._clones import Cloned, clone
 from ._drafts import draft
 from ._files import FormatError
 from ._store import Store
@@ -65,7 +70,8 @@ from ._versions import Version, Versions
 from ._waiting import Seen, wait, watch
 
 __all__ = [
-    "Buffer", "FormatError", "Seen", "Store", "Version", "Versions", "draft", "open", "wait", "watch",
+    "Buffer", "Cloned", "FormatError", "Seen", "Store", "Version", "Versions", "clone", "draft", "open",
+    "wait", "watch",
 ]  # fmt: skip
 
 

@@ -1,4 +1,4 @@
-"""A directory that appears whole."""
+"""A directory, or a file, that appears whole."""
 
 from __future__ import annotations
 
@@ -24,6 +24,14 @@ def draft(path: StrPath) -> Iterator[str]:
     anywhere else it is a directory with another name. Raises OSError: NotADirectoryError if a file is at
     ``path``; EINVAL for a path that ends in no name, such as "", which would be where the program is.
     """
+    with aside(path) as place:
+        os.mkdir(place)
+        yield place
+
+
+@contextlib.contextmanager
+def aside(path: StrPath) -> Iterator[str]:
+    """Give a path at which something is to be made, which is at ``path`` when the block ends."""
     parent, name = os.path.split(os.fspath(path).rstrip("/"))
     if name in ("", os.curdir, os.pardir):
         raise OSError(errno.EINVAL, "It names no directory to make", path)
@@ -32,7 +40,6 @@ def draft(path: StrPath) -> Iterator[str]:
     try:
         store_together(place)
         inside = os.path.join(place, name)
-        os.mkdir(inside)
         yield inside
         try:
             rename(inside, path)

@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from . import _locks
+from ._clones import clone_all
 from ._drafts import store_together
 from ._files import RENAME_NOREPLACE, StrPath, look_up, open_to_read, rename
 from ._waiting import Seen, wait
@@ -85,10 +86,15 @@ class Versions:
     # -- writing -----------------------------------------------------------------------------------
 
     @contextlib.contextmanager
-    def draft(self, *, expected: int | None = None) -> Iterator[str]:
-        """Give an empty directory to fill, which is the next version when the block ends; nothing is
-        published after an exception. ``expected``: as for publish(). Raises OSError."""
+    def draft(self, *, expected: int | None = None, base: int | None = None) -> Iterator[str]:
+        """Give a directory to fill, which is the next version when the block ends; nothing is published
+        after an exception. It is empty, or begins with the files of version ``base``, which share their
+        bytes (see clone()) until they are changed. ``expected``: as for publish(). Raises OSError, and
+        FileNotFoundError."""
         with self._drafted() as path:
+            if base is not None:
+                with self.hold(base) as old:
+                    clone_all(old.path, path)
             yield path
             self._publish(path, expected)
             self.tidy()

@@ -142,8 +142,10 @@ class Content:
         else:
             self._become(State.IN_PLACE if has_version else State.NEW)
 
-    def begin_in_place(self, stamp: Stamp) -> None:
-        """Begin to be written where the version's bytes are."""
+    def begin_in_place(self, stamp: Stamp, inode: Inode) -> None:
+        """Begin to be written where the version's bytes are: maybe another extent, as the inode says."""
+        if inode.version == self.base.version:
+            self.base = inode
         self.seen = self.begun = stamp
         self._become(State.OVERTAKEN if self.state.ended else State.IN_PLACE)
 

@@ -58,6 +58,8 @@ class Host:
         if state.ended or state is State.REPLACING or not is_version:
             table.supersede(content)
         else:
+            if content.mapped:
+                self.store.note_mapped(content.extent)
             content.rest()
 
     def _give_back(self, content: Content, inode: Inode) -> None:
@@ -67,9 +69,19 @@ class Host:
         except OSError:
             return  # a store node has removed its file with the session that it was begun in
         before = content.extent
+        if content.mapped and unchanged:
+            # Other files have the version's content, too: no program may store to it any more.
+            self.drop_idle_backings(content.ino)
+            unchanged = not self.store.extents.is_open_to_write(before)
         if unchanged and self.store.end_in_place(inode, before):
             self.table.give_extent(content, inode.extent, frees=False)
             self.move_backings(content.ino, before, inode.extent)
+
+    def drop_idle_backings(self, ino: int) -> None:
+        """Have the kernel close the files that it keeps for nodes of an inode that nothing has open."""
+        for node in self.nodes.of(ino):
+            if not node.is_bound:
+                self.kernel.drop_backing(node)
 
     def move_backings(self, ino: int, before: ContentId, extent: ContentId) -> None:
         """Note that the very file of an extent has another number now."""

@@ -8,6 +8,7 @@ from contextlib import AbstractContextManager, nullcontext
 from ..backend.files.extents import copy_contents, when_unlocked
 from ..backend.model.records import ContentId
 from ..backend.namespace import Inode
+from ..backend.store.api import copy_of
 from ..inline import detach
 from .content import Content, Stamp
 from .host import OnHost
@@ -24,7 +25,8 @@ class InPlace(OnHost):
 
     async def make_writable(self, content: Content) -> None:
         """Return when the content may be written. Raises OSError (ENOSPC, ESTALE)."""
-        if not (self._store.waits or content.is_busy):
+        is_quick = not (self._store.waits or content.is_busy)
+        if is_quick and not (content.extent and self._store.is_lent(content.extent)):
             await self._begin(content)
             return
         # Counted from now on: opens that come before this task goes on are to share the copy.
@@ -48,7 +50,9 @@ class InPlace(OnHost):
         is_version = not (is_known and self._table.is_written(content))
         is_copied = self._store.is_lent(before)
         written = None if is_version else self._table.stat(content)
-        extent = await self._store.begin_in_place(inode, before)
+        extent = before
+        if is_copied or self._store.sends:
+            extent = await self._store.begin_in_place(inode, before)
         if extent != before:
             self._table.give_extent(content, extent, frees=False)
         self._table.keep_open(content, self._store.extents.open(extent, os.O_RDWR))
@@ -59,7 +63,7 @@ class InPlace(OnHost):
         elif extent != before:
             self._host.move_backings(content.ino, before, extent)
         if written is None:
-            content.begin_in_place(self._set_mtime(content, inode))
+            content.begin_in_place(self._set_mtime(content, inode), self._inodes[content.ino])
         else:
             content.go_on_in_place(stamp_of(written), changed_ns(content, written))
 
@@ -178,17 +182,9 @@ class InPlace(OnHost):
     async def copied(self, content: Content) -> tuple[ContentId, os.stat_result]:
         """Copy the content to an extent of its own. Return that, and its stat. The copy takes no room for
         bytes that were reserved and not written (posix_fallocate); the stat counts them."""
-        extent, fd = self._store.allocate(self._inodes[content.ino])
-        try:
-            with self._store.extents.opened(content.extent) as source:
-                await when_unlocked(copy_contents, source, fd)
-                blocks = os.fstat(source).st_blocks
-            return extent, os.stat_result(os.fstat(fd), {"st_blocks": blocks})
-        except BaseException:
-            self._store.extents.free(extent)
-            raise
-        finally:
-            os.close(fd)
+        extent = await copy_of(self._store, self._inodes[content.ino], content.extent)
+        blocks = self._table.stat(content).st_blocks
+        return extent, os.stat_result(self._store.extents.stat(extent), {"st_blocks": blocks})
 
     def _set_mtime(self, content: Content, inode: Inode) -> Stamp:
         """Give the content the inode's time of modification, and return its stamp. Its access time stays:

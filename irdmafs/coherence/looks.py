@@ -28,9 +28,11 @@ class Looks(OnHost):
             content = self._table.current.get(inode.ino)
             if content is not None and content.base.version != inode.version:
                 content = self._sharing.current(inode)
-        if content is not None and (content.is_changing or content.state.ended):
-            return content
-        return None
+        if content is None or not (
+            content.is_changing or content.state.ended or content.base.version < inode.version
+        ):
+            return None
+        return content
 
     def look_of(self, content: Content, inode: Inode) -> Shown:
         """Return how one of the file's contents looks."""

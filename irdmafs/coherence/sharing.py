@@ -92,8 +92,8 @@ class Sharing:
         return self.current_or_new(inode)
 
     def may_be_written(self, content: Content) -> bool:
-        """Return whether a content may be written in place: not if it has readers of a store node's own
-        file, which must not be written, as their node passes through to one file."""
+        """Return whether a content may be written in place: not if it has readers of a file that must not
+        be written, as their node passes through to one file."""
         return not content.opens or content.is_busy or not self._table.is_borrowed(content)
 
     def _is_replaced(self, current: Content, inode: Inode) -> bool:
@@ -155,6 +155,23 @@ class Sharing:
         """Return whether opens get a content of this host, without asking any other."""
         content = self.current(inode)
         return content is not None and content.own
+
+    def may_be_cloned(self, inode: Inode) -> bool:
+        """Return whether another file may get the very content of a file's version: nobody has written it
+        in place since, nor may without a copy from now on."""
+        content = self.current(inode)
+        if not inode.version or content is None:
+            return inode.version > 0
+        if content.is_changing or content.is_busy or content.awaited:
+            return False
+        if content.state.writable:
+            if self._table.is_written(content) or (content.mapped and self._store.sends):
+                return False
+            if not self._store.sends:
+                if content.mapped:
+                    self._store.note_mapped(content.extent)
+                content.rest()
+        return True
 
     def is_written_in_place(self, inode: Inode) -> bool:
         """Return whether opens for reading see unpublished bytes."""

@@ -160,7 +160,8 @@ class ContentTable:
         return (bool(content.extent) and self.store.is_here(content.extent)) or content.own
 
     def is_borrowed(self, content: Content) -> bool:
-        """Return whether the content's file belongs to a store node, and must not be written."""
+        """Return whether the content's file belongs to a store node or other files, and must not be
+        written."""
         return not content.state.writable and self.store.is_lent(content.extent)
 
     # -- what keeps an extent --------------------------------------------------------------------

@@ -5,6 +5,7 @@ Operations raise OSError. Their arguments have the order of the kernel's message
 asks for fallocate, lseek, copy_file_range, locks and tmpfile: pyfuse3 has no names for them.
 """
 
+from .clones import Clones
 from .files import Files
 from .locking import Locking
 from .names import Names
@@ -34,7 +35,7 @@ class Filesystem:
         since = Since(block, self.waits)
         self.names = Names(block, since)
         self.metadata = block.metadata
-        self.xattrs = Xattrs(block, self.waits, status, acls=acls)
+        self.xattrs = Xattrs(block, self.waits, Clones(block, since), status, acls=acls)
         self.files = Files(block, locking, self.waits, since)
 
     def census(self) -> dict[str, int]:

@@ -168,7 +168,8 @@ class Names(Part):
             self._metadata.refresh_other_nodes(None, inode.ino)
         elif not self._nodes.has_nodes(inode.ino):
             self._cache.host.unnamed(inode)
-            self._store.retire(inode.extent)
+            if not self._store.sends:  # else it goes when the change is seen, unless others name it
+                self._store.retire(inode.extent)
 
     async def rename(
         self, parent: int, new_parent: int, flags: int, name: bytes, new_name: bytes, ctx: Caller

@@ -28,6 +28,7 @@ from ..coherence.content import Content
 from ..inline import detach
 from . import quotas
 from .calls import Caller
+from .clones import Clones
 from .permissions import privileges_of
 from .quotas import USED_BYTES, USED_INODES
 from .superblock import Part, Superblock
@@ -55,6 +56,8 @@ STATUS: Final = PREFIX + b"status"
 # Which store nodes keep a file, in a cluster.
 NODES: Final = PREFIX + b"nodes"
 VERSION: Final = PREFIX + b"version"
+# Of a file, a ticket by which others are made of it; of a directory, makes them (clones.py).
+CLONE: Final = PREFIX + b"clone"
 VERSIONS: Final = PREFIX + b"versions"
 
 _TELLING = {CHANGES, TREE, STATUS, NODES, VERSION, VERSIONS, PREFETCH, USED_BYTES, USED_INODES}
@@ -84,9 +87,12 @@ class Xattrs(Part):
     """Sets, shows and removes extended attributes. `status`: what user.irdmafs.status tells; `acls`: the
     session has the kernel check ACLs, otherwise there are none."""
 
-    def __init__(self, block: Superblock, waits: Waits, status: Status, *, acls: bool) -> None:
+    def __init__(
+        self, block: Superblock, waits: Waits, clones: Clones, status: Status, *, acls: bool
+    ) -> None:
         super().__init__(block)
         self._waits = waits
+        self._clones = clones
         self._status = status
         self._acls = acls
         self._refusals = _Refusals(block.namespace)
@@ -103,6 +109,9 @@ class Xattrs(Part):
     ) -> None:
         found = self._nodes.inode_of(inode)
         self._refuse_unknown_xattr(name)
+        if name == CLONE and found.is_dir:
+            await self._clones.make(self._nodes.directory(inode), value, ctx)
+            return
         if name.startswith(PREFIX):
             with self._refusals.saying_why(found, name, value, ctx.pid):
                 if name == DISCARD:
@@ -143,6 +152,8 @@ class Xattrs(Part):
         if name == VERSION and found.is_file:
             node, _ = self._nodes.get(inode)
             return b"%d" % self._cache.looks.version(node, found)
+        if name == CLONE and found.is_file:
+            return await self._clones.ticket(inode, ctx)
         if name == VERSIONS and found.is_file:
             return json.dumps(self._versions(found)).encode()
         if name == KEEPS_NO_PAGES and found.is_file:

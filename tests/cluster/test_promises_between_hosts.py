@@ -278,6 +278,19 @@ def test_reader_keeps_its_version_whatever_others_do(here: Path, there: Path, ch
         assert read_version(there / "file") == 2
 
 
+def test_a_reader_who_began_with_an_empty_file_keeps_the_bytes_it_saw(
+    here: Path, there: Path
+) -> None:
+    (here / "file").touch()
+    with (here / "file").open("rb") as reader:
+        for path, seen in ((here, b"one"), (there, b"one")):
+            with (path / "file").open("ab") as writer:
+                writer.write(b"one")
+            assert os.pread(reader.fileno(), 100, 0) == seen
+            assert os.fstat(reader.fileno()).st_size == len(seen)
+    assert (here / "file").read_bytes() == b"oneone"
+
+
 def test_a_new_file_that_stays_empty_has_one_time(here: Path, there: Path) -> None:
     for i in range(10):
         with (here / f"file{i}").open("wb") as file:

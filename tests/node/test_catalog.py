@@ -366,7 +366,7 @@ def test_random_histories_lose_nothing_and_leak_nothing(world: World) -> None:
         return {Extent(c, s) for c in contents for s in range(stripes[c])}
 
     for _ in range(1500):
-        match rng.randrange(9):
+        match rng.randrange(10):
             case 0:
                 lease += 1
                 sessions[lease] = world.session(lease)
@@ -389,6 +389,10 @@ def test_random_histories_lose_nothing_and_leak_nothing(world: World) -> None:
                     world.name(ino, content, size, layout)
                 else:
                     pending.add(content)
+            case 9 if named:  # a clone
+                ino, one = rng.randrange(30), rng.choice(sorted(named.values()))
+                named[ino] = one
+                world.name(ino, *one)
             case 4 if named:
                 ino = rng.choice(sorted(named))
                 del named[ino]
@@ -413,7 +417,11 @@ def test_random_histories_lose_nothing_and_leak_nothing(world: World) -> None:
                     world.restart()
         world.catalog.tidy(time.monotonic())
         assert set(world.files) == expected()
-        assert sum(named_bytes(world.catalog).values()) == sum(s for _, s, _ in named.values())
+        sizes = {content: size for content, size, _ in named.values()}
+        assert sum(named_bytes(world.catalog).values()) == sum(sizes.values())
+        for content in sizes:
+            inos = {ino for ino, one in named.items() if one[0] == content}
+            assert {*world.catalog.inos_of(content)} == inos
         for bucket in range(BUCKETS):
             assert not world.catalog.missing(2 << 16 | bucket)
     world.files.reap()

@@ -19,6 +19,7 @@ from harness.mountpoint import eventually
 from harness.refused_changes import changes_in, errno_of, outcomes
 from test_rights import allowed_writes
 
+from irdmafs import client
 from irdmafs.backend.cluster.lease import Session
 from irdmafs.backend.kv import Put
 from irdmafs.backend.model.lock_claims import Entry, entry_key, guard_key
@@ -112,6 +113,11 @@ def test_nothing_is_moved_or_linked_over_its_border(whole: Path) -> None:
     for call in (os.rename, os.link):
         assert errno_of(call, inside, whole / "others/new") == errno.EXDEV
         assert errno_of(call, outside, whole / "models/new") == errno.EXDEV
+    for source in (inside, outside):  # the bytes are copied
+        assert client.clone(source, whole / "others/cloned").shared_files == (source is outside)
+        assert client.clone(source, whole / "models/cloned").shared_files == (source is inside)
+    os.unlink(whole / "others/cloned")
+    os.unlink(whole / "models/cloned")
     subprocess.run(["mv", inside, whole / "others/moved"], check=True, timeout=60)
     assert (whole / "others/moved").read_bytes() == b"i" and not inside.exists()
     os.unlink(whole / "others/moved")

@@ -330,16 +330,13 @@ class Contents(ExtentStore, Pinned):
             self.retire(old.extent)
 
     async def pin_on_nodes(self, inode: Inode) -> bool:
-        """Keep a file's content on its nodes while this mount reads it. Return False if it is not the
-        current one any more. Raises OSError."""
+        """Keep a file's content on its nodes until `let_go_on_nodes`. Return False if it is not the current
+        one any more. Raises OSError."""
         content = inode.extent
         self.on_nodes.add(content)
         await self._put_pin(content)
         current = self._member.tree.inodes.get(inode.ino)
-        if current is not None and current.extent == content:
-            return True
-        await self._unpin_on_nodes(content)
-        return False
+        return current is not None and current.extent == content
 
     async def pin_again(self) -> None:
         """Pin on their nodes what was pinned there in a session that is lost."""

@@ -16,6 +16,7 @@ from ...kv import Event, KeyValue
 from ...kv.faults import Faults
 from ...model.records import ContentId, MountRecord, Settings
 from ...namespace import ROOT_INO, Inode, Tree
+from ...namespace.clones import Clones
 from ...namespace.deferred import Deferred
 from ...namespace.numbers import ALL_INOS, numbers_of
 from ...trust.security import Renewal
@@ -50,6 +51,9 @@ class Changes:
 
     prefixes = (b"s",)
 
+    # The files that have one content together.
+    clones: Clones
+
     def __init__(self, process: bytes) -> None:
         self._process = process
         # The parts of the mount that are told.
@@ -74,6 +78,8 @@ class Changes:
         if old is None or not old.extent:
             return
         if new is None or new.extent != old.extent or not new.nlink:
+            if old.extent in self.clones.of and self.clones.count(old.extent):
+                return  # others name it
             for loses in self.content_listeners:
                 loses(old, new)
 
@@ -155,6 +161,7 @@ class Member:
             listener=self.changes, faults=self.faults, maker=record.maker,
             is_mounted=self.members.is_mounted,
         )  # fmt: skip
+        self.changes.clones = self.tree.clones
 
     def _writable(self) -> range:
         if self.role == "reader":

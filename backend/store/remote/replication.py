@@ -206,7 +206,8 @@ class Publisher:
         """Note that a version was published, with the content that was sent, as the returned `inode` has
         it."""
         self.figures.publishes += 1
-        freed = allocated_bytes(before.size, before.blocks)
+        is_freed = not self._namespace.tree.clones.count(before.extent)
+        freed = allocated_bytes(before.size, before.blocks) if is_freed else 0
         self._space.published(allocated_bytes(version.size, version.blocks) - freed)
         if transfer is None:
             return
@@ -259,6 +260,8 @@ class Publisher:
                         inode = cluster.tree.inodes.get(doubted)
                         if inode is not None and inode.extent == content:
                             break
+                        if cluster.tree.clones.count(content):
+                            break  # it had, and others have got it from that one
                         doubted = 0
                     for node in nodes & cluster.members.nodes.keys():
                         with log_failure(log.info, "content %x stays for now", content):

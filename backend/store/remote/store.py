@@ -2,23 +2,24 @@
 
 import errno
 import os
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager, closing, suppress
 from typing import Any
 
 import trio
 
+from ....inline import detach
 from ...cluster.config import ClusterConfig
 from ...cluster.membership import Members, read_settings
-from ...files.extents import ExtentStore, copy_contents, lock_directory
+from ...files.extents import ExtentStore, lock_directory
 from ...model.records import SIZE_MAX, ContentId, MountRecord
-from ...namespace import ROOT_INO, Inode, NewVersion, fail
+from ...namespace import ROOT_INO, Inode, NewClone, NewVersion, fail
 from ...observe.figures import values_of
 from ...transport.rights import make_session_key, session_digest
 from ...transport.verbs.devices import local_address
 from ...transport.verbs.rdma import Rdma
 from ...unwrap import only_error
-from ..api import save_aside
+from ..api import copy_of, save_aside
 from .cluster import Cluster
 from .fetcher import Fetcher
 from .figures import ClusterFigures
@@ -129,7 +130,7 @@ class RemoteStore:
 
         self.pin, self.unpin, self.retire = contents.pin, contents.unpin, contents.retire
         self.lend, self.hands_over = contents.lend, contents.hands_over
-        self.is_here, self.is_lent = contents.is_here, contents.is_lent
+        self.is_here = contents.is_here
         self.is_as_left = contents.written_here.__contains__
         self.layout, self.prepare_attribute = layouts.of_name, layouts.prepare_attribute
         self.nodes_of = layouts.nodes_of
@@ -146,40 +147,43 @@ class RemoteStore:
         self._cluster.store_closed = store
 
     async def forget(self, inode: Inode) -> None:
-        if self.namespace.tree.drop(inode.ino):
+        tree = self.namespace.tree
+        if tree.drop(inode.ino) and not tree.clones.count(inode.extent):
             self.retire(inode.extent)
+
+    async def clone(self, directory: int, wanted: Sequence[NewClone]) -> None:
+        await detach()
+        await self.namespace.clone(directory, wanted, shares=True)
 
     async def save_aside(self, version: NewVersion) -> str:
         return await save_aside(self, version, self._cluster.host)
 
+    def note_mapped(self, extent: ContentId) -> None:
+        return
+
     # -- writing in place ------------------------------------------------------------------------
+
+    def is_lent(self, extent: ContentId) -> bool:
+        contents, clones = self._cluster.contents, self.namespace.tree.clones
+        return (
+            contents.is_lent(extent)
+            or (extent in clones.of and clones.count(extent) > 1)
+            or contents.counts.get(extent, 0) > 1  # of a file that named it before
+        )
 
     async def begin_in_place(self, inode: Inode, extent: ContentId) -> ContentId:
         """Make the content of a version writable, and return its new number. It is a copy if a store node
-        here has the file. Raises OSError (ENOSPC)."""
-        contents = self._cluster.contents
-        if not contents.is_lent(extent):
-            return await self._take_out(inode, extent)
-        number, fd = self.allocate(inode)
-        try:
-            with contents.opened(extent) as source:
-                await trio.to_thread.run_sync(copy_contents, source, fd)
-        except BaseException:
-            contents.free(number)
-            raise
-        finally:
-            os.close(fd)
-        return number
-
-    async def _take_out(self, inode: Inode, extent: ContentId) -> ContentId:
-        with suppress(FileNotFoundError):  # it may have been evicted since it was fetched
-            return self._cluster.contents.take_out(extent)
-        if inode.extent == extent:
-            inode = await self.bring(inode.ino)
-        if inode.extent != extent:
-            raise fail(errno.ESTALE)
+        here has the file, or other files have it, too. Raises OSError (ENOSPC)."""
+        contents, is_copied = self._cluster.contents, self.is_lent(extent)
+        if not contents.has(extent):  # it may have been evicted since it was fetched
+            if inode.extent == extent:
+                inode = await self.bring(inode.ino)
+            if inode.extent != extent or self.is_lent(extent) != is_copied:
+                raise fail(errno.ESTALE)
+        if is_copied and contents.has(extent):
+            return await copy_of(self, inode, extent)
         with suppress(FileNotFoundError):
-            return self._cluster.contents.take_out(extent)
+            return contents.take_out(extent)
         raise fail(
             errno.EFBIG,
             f"{self.namespace.describe(inode.ino)} is larger than this mount keeps of other hosts' "
@@ -187,7 +191,9 @@ class RemoteStore:
         )
 
     def end_in_place(self, inode: Inode, extent: ContentId) -> bool:
-        return bool(inode.extent) and self._cluster.contents.put_back(extent, inode.extent)
+        if not inode.extent or self.is_lent(inode.extent):
+            return False
+        return self._cluster.contents.put_back(extent, inode.extent)
 
     async def is_same(self, inode: Inode, extent: ContentId) -> bool:
         with self.extents.opened(extent) as fd:
