@@ -46,6 +46,23 @@ _DTYPE_OF_CODE: dict[str, DType] = {
 _CODE_OF_DTYPE = {dtype: code for code, dtype in _DTYPE_OF_CODE.items()}
 
 
+class DeviceArray(NamedTuple):
+    """An array in a device's memory: its type in numpy's terms, its shape, and its bytes, in C order, as a
+    flat torch tensor."""
+
+    dtype: DType
+    shape: tuple[int, ...]
+    bytes: Any
+
+    @property
+    def nbytes(self) -> int:
+        return len(self.bytes)
+
+
+# What is written to a file: a host's bytes, or a device's as a flat tensor.
+Part: TypeAlias = Any
+
+
 class Layout(NamedTuple):
     """The place and form of an array in a file; ``offset`` is in bytes from the beginning."""
 
@@ -87,6 +104,19 @@ def array_of(source: object) -> Array:
     return array
 
 
+def source_of(source: Any) -> Array | DeviceArray:
+    """Return a tensor that lies in CUDA memory as it lies there, anything else as `array_of` does."""
+    torch: Any = sys.modules.get("torch")
+    is_tensor = torch is not None and isinstance(source, torch.Tensor)
+    if not is_tensor or source.device.type != "cuda" or source.layout is not torch.strided:
+        return array_of(source)
+    name = str(source.dtype).removeprefix("torch.")
+    dtype = EXTENSIONS.get(name) or np.dtype(name)
+    tensor = source.detach().resolve_conj().resolve_neg().contiguous()
+    torch.cuda.current_stream(source.device).synchronize()  # it is copied by other streams
+    return DeviceArray(dtype, tuple(source.shape), tensor.reshape(-1).view(torch.uint8))
+
+
 def _array_of_tensor(tensor: Any) -> Array:
     # A tensor exists, so torch is loaded: torch is never imported here.
     torch = sys.modules["torch"]
@@ -97,12 +127,14 @@ def _array_of_tensor(tensor: Any) -> Array:
     return tensor.numpy(force=True)  # type: ignore[no-any-return]
 
 
-def buffers(array: Array, dtype: DType) -> Iterator[memoryview]:
+def buffers(array: Array | DeviceArray, dtype: DType) -> Iterator[Part]:
     """Yield the bytes of an array as ``dtype`` in C order: views of its memory if it has that form,
     otherwise copies of COPY_BYTES at most."""
     if array.nbytes == 0:
         return
-    if array.dtype == dtype and array.flags.c_contiguous:
+    if isinstance(array, DeviceArray):
+        yield array.bytes
+    elif array.dtype == dtype and array.flags.c_contiguous:
         yield array.reshape(-1).view(np.uint8).data
     elif array.nbytes <= COPY_BYTES or array.ndim == 0:
         yield from buffers(np.ascontiguousarray(array, dtype), dtype)

@@ -17,7 +17,17 @@ from typing import Annotated, NamedTuple
 
 import msgspec
 
-from ._dtypes import Array, DType, Layout, buffers, code_of, dtype_of_code, size_bytes
+from ._dtypes import (
+    Array,
+    DeviceArray,
+    DType,
+    Layout,
+    Part,
+    buffers,
+    code_of,
+    dtype_of_code,
+    size_bytes,
+)
 from ._files import FormatError
 
 LENGTH_BYTES = 8
@@ -154,7 +164,9 @@ def head_of(
     return Head(struct.pack("<Q", len(text)) + text, offsets)
 
 
-def encode(arrays: Mapping[str, Array], metadata: Mapping[str, str] | None) -> Iterator[memoryview]:
+def encode(
+    arrays: Mapping[str, Array | DeviceArray], metadata: Mapping[str, str] | None
+) -> Iterator[Part]:
     """Return the contents of a file of these arrays. Raises TypeError and ValueError as head_of() does."""
     forms = {}
     for name, array in arrays.items():
