@@ -53,14 +53,12 @@ class DeviceArray(NamedTuple):
     dtype: DType
     shape: tuple[int, ...]
     bytes: Any
-
-    @property
-    def nbytes(self) -> int:
-        return len(self.bytes)
+    nbytes: int
+    flags: Any = np.empty(0).flags  # those of an array in C order
 
 
-# What is written to a file: a host's bytes, or a device's as a flat tensor.
-Part: TypeAlias = Any
+# What can be published as it lies.
+Source: TypeAlias = Any
 
 
 class Layout(NamedTuple):
@@ -104,7 +102,7 @@ def array_of(source: object) -> Array:
     return array
 
 
-def source_of(source: Any) -> Array | DeviceArray:
+def source_of(source: Any) -> Source:
     """Return a tensor that lies in CUDA memory as it lies there, anything else as `array_of` does."""
     torch: Any = sys.modules.get("torch")
     is_tensor = torch is not None and isinstance(source, torch.Tensor)
@@ -114,7 +112,7 @@ def source_of(source: Any) -> Array | DeviceArray:
     dtype = EXTENSIONS.get(name) or np.dtype(name)
     tensor = source.detach().resolve_conj().resolve_neg().contiguous()
     torch.cuda.current_stream(source.device).synchronize()  # it is copied by other streams
-    return DeviceArray(dtype, tuple(source.shape), tensor.reshape(-1).view(torch.uint8))
+    return DeviceArray(dtype, tensor.shape, tensor.reshape(-1).view(torch.uint8), tensor.nbytes)
 
 
 def _array_of_tensor(tensor: Any) -> Array:
@@ -127,9 +125,9 @@ def _array_of_tensor(tensor: Any) -> Array:
     return tensor.numpy(force=True)  # type: ignore[no-any-return]
 
 
-def buffers(array: Array | DeviceArray, dtype: DType) -> Iterator[Part]:
+def buffers(array: Source, dtype: DType) -> Iterator[Any]:
     """Yield the bytes of an array as ``dtype`` in C order: views of its memory if it has that form,
-    otherwise copies of COPY_BYTES at most."""
+    otherwise copies of COPY_BYTES at most; those of a device as a tensor."""
     if array.nbytes == 0:
         return
     if isinstance(array, DeviceArray):

@@ -69,9 +69,9 @@ class FormatError(ValueError):
         return f"{self.path}: {self.defect}"
 
 
-def map_file(fd: int, size: int, access: int = mmap.PROT_READ, offset: int = 0) -> int:
+def map_file(fd: int, size: int, access: int = mmap.PROT_READ) -> int:
     """Map a file, shared, without a descriptor of the mapping's own; return the address. Raises OSError."""
-    address = _libc.mmap(None, size, access, mmap.MAP_SHARED, fd, offset)
+    address = _libc.mmap(None, size, access, mmap.MAP_SHARED, fd, 0)
     if address == _MAP_FAILED:
         code = ctypes.get_errno()
         raise OSError(code, os.strerror(code))

@@ -12,21 +12,11 @@ import functools
 import io
 from collections.abc import Callable, Iterator
 from itertools import chain
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from numpy.lib import format as npy_format
 
-from ._dtypes import (
-    EXTENSIONS,
-    Array,
-    DeviceArray,
-    DType,
-    Layout,
-    Part,
-    bits_of,
-    buffers,
-    size_bytes,
-)
+from ._dtypes import EXTENSIONS, Array, DType, Layout, Source, bits_of, buffers, size_bytes
 from ._files import FormatError, Mapping, open_to_read, read_at, view
 
 # Headers are Python literals; the limit keeps a hostile one from costing memory and time.
@@ -45,27 +35,24 @@ class _Ascii(NamedTuple):
         return ascii(self.value)
 
 
-def encode(array: Array | DeviceArray) -> Iterator[Part]:
+def encode(array: Source) -> Iterator[Any]:
     """Return the contents of a file that holds ``array``; data begins at a multiple of 64 bytes.
 
     Raises ValueError for a type that needs too long a header.
     """
-    fortran_order = False
-    if not isinstance(array, DeviceArray):
-        fortran_order = array.flags.f_contiguous and not array.flags.c_contiguous
-        array = array.T if fortran_order else array
+    fortran_order = array.flags.f_contiguous and not array.flags.c_contiguous
     descr: object
     if array.dtype in EXTENSIONS.values():
         descr = [(array.dtype.name, bits_of(array.dtype).str)]
     else:
         descr = npy_format.dtype_to_descr(array.dtype)
     header = io.BytesIO()
-    shape = array.shape[::-1] if fortran_order else array.shape
-    fields = {"descr": _Ascii(descr), "fortran_order": fortran_order, "shape": shape}
+    fields = {"descr": _Ascii(descr), "fortran_order": fortran_order, "shape": array.shape}
     npy_format.write_array_header_1_0(header, fields)
     if header.tell() > _HEADER_MAX_BYTES // 4:
         raise ValueError(f"the type of the array takes {header.tell()} bytes to describe")
-    return chain([header.getbuffer()], buffers(array, array.dtype))
+    data = buffers(array.T if fortran_order else array, array.dtype)
+    return chain([header.getbuffer()], data)
 
 
 def layout(path: str, read: Callable[[int], bytes], size: int) -> Layout:

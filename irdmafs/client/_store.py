@@ -14,7 +14,7 @@ from typing import Any, NamedTuple, Self, overload
 
 from . import _device, _files, _npy, _safetensors, _storing
 from ._buffer import Buffer
-from ._dtypes import Array, DeviceArray, Part, source_of
+from ._dtypes import Array, DeviceArray, Source, source_of
 from ._files import Closing, look_up
 
 NPY = ".npy"
@@ -303,7 +303,7 @@ class Store(MutableMapping[str, Array], Closing):
         TypeError and ValueError for what the format cannot hold, and OSError as publish() does.
         """
         self._check_file(path)
-        arrays: dict[str, Array | DeviceArray] = {}
+        arrays: dict[str, Source] = {}
         for name, array in state.items():
             if not isinstance(name, str):
                 raise TypeError(f"tensor names must be str, not {name!r}")
@@ -356,9 +356,7 @@ class Store(MutableMapping[str, Array], Closing):
             known = self._versioned_devices[device] = _files.is_irdmafs(device)
         return known
 
-    def _replace(
-        self, file: str, arrays: Collection[Array | DeviceArray], contents: Iterable[Part]
-    ) -> None:
+    def _replace(self, file: str, arrays: Collection[Source], contents: Iterable[Any]) -> None:
         """Replace a file by one of these contents: a head, and the bytes of the arrays."""
         path = self._path(file)
         directory = os.path.dirname(path)

@@ -16,11 +16,11 @@ import os
 import threading
 from collections.abc import Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from typing import Any
 
 import numpy as np
 
 from . import _device
-from ._dtypes import Part
 from ._files import discard, map_file, naming, open_anew, unmap, write_all
 
 BYTES_MIN = 64 << 20
@@ -35,10 +35,7 @@ _CANNOT = (errno.EOPNOTSUPP, errno.ENODEV, errno.EPERM, errno.ENOSYS)
 _libc = ctypes.CDLL(None, use_errno=True)
 _libc.fallocate.argtypes = [ctypes.c_int, ctypes.c_int, ctypes.c_long, ctypes.c_long]
 _libc.process_vm_writev.restype = ctypes.c_ssize_t
-
-
-class _Range(ctypes.Structure):  # struct iovec
-    _fields_ = (("address", ctypes.c_void_p), ("size", ctypes.c_size_t))
+_Range = ctypes.c_size_t * 2  # struct iovec
 
 
 def pays(size: int, *, on_device: bool) -> bool:
@@ -46,7 +43,7 @@ def pays(size: int, *, on_device: bool) -> bool:
     return size >= BYTES_MIN and (on_device or _threads() >= _PROCESSORS_MIN)
 
 
-def replace_file(path: str, size: int, parts: Iterable[Part]) -> None:
+def replace_file(path: str, size: int, parts: Iterable[Any]) -> None:
     """Make a new version of a file of irdmafs, whole or not at all. Raises OSError, with the path."""
     with naming(path):
         fd = open_anew(path, access=os.O_RDWR)
@@ -89,7 +86,7 @@ def _mapped(fd: int, size: int) -> int | None:
     return address
 
 
-def _store(address: int, parts: Iterable[Part]) -> None:
+def _store(address: int, parts: Iterable[Any]) -> None:
     pieces, taking = _pieces(address, parts), threading.Lock()
 
     def work(_: int) -> None:
@@ -109,7 +106,7 @@ def _store(address: int, parts: Iterable[Part]) -> None:
         list(threads.map(work, range(_threads())))
 
 
-def _pieces(address: int, parts: Iterable[Part]) -> Iterator[tuple[int, Part]]:
+def _pieces(address: int, parts: Iterable[Any]) -> Iterator[tuple[int, Any]]:
     for part in parts:
         for start in range(0, len(part), _PIECE_BYTES):
             piece = part[start : start + _PIECE_BYTES]
@@ -120,8 +117,9 @@ def _pieces(address: int, parts: Iterable[Part]) -> Iterator[tuple[int, Part]]:
 def _copy(source: int, target: int, size: int) -> None:
     """Copy memory of this process. Raises OSError EIO if the target's file was truncated."""
     while size:
-        ends = ctypes.byref(_Range(source, size)), ctypes.byref(_Range(target, size))
-        done = _libc.process_vm_writev(os.getpid(), ends[0], 1, ends[1], 1, 0)
+        done = _libc.process_vm_writev(
+            os.getpid(), _Range(source, size), 1, _Range(target, size), 1, 0
+        )
         if done <= 0:
             code = ctypes.get_errno()
             if code == errno.EFAULT:
