@@ -28,7 +28,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from . import _files
-from ._dtypes import EXTENSIONS, Array, DType, Layout, bits_of, size_bytes
+from ._dtypes import COPY_BYTES, EXTENSIONS, Array, DType, Layout, bits_of, size_bytes
 from ._files import FormatError
 
 log = logging.getLogger(__name__)
@@ -210,6 +210,39 @@ def _copy_by_threads(torch: Any, target: Any, copies: Sequence[_Copy], memory: l
     firsts = range(0, len(memory), _PIECES_EACH)
     with ThreadPoolExecutor(len(firsts), "irdmafs-copy") as threads:
         list(threads.map(work, firsts))
+
+
+class Carrier:
+    """Brings bytes of devices to the host, for one thread; each piece stays until the next one comes."""
+
+    def __init__(self, size: int) -> None:
+        self._size = size
+        self._memory: Any = None
+
+    def bring(self, piece: Any) -> int:
+        """Return the host's address of a piece of a flat tensor."""
+        torch = _torch()
+        if self._memory is None:
+            try:
+                self._memory = torch.empty(self._size, dtype=torch.uint8, pin_memory=True)
+            except RuntimeError as error:
+                log.warning("tensors are stored without pinned memory: %s", error)
+                self._memory = torch.empty(self._size, dtype=torch.uint8)
+        here = self._memory[: len(piece)]
+        stream = torch.cuda.Stream(piece.device)
+        with torch.cuda.stream(stream):
+            here.copy_(piece, non_blocking=True)
+        stream.synchronize()
+        return int(here.data_ptr())
+
+
+def host_parts(parts: Iterable[Any]) -> Iterator[memoryview]:
+    """Yield the bytes of the host and of devices, which are copied in pieces."""
+    for part in parts:
+        if isinstance(part, memoryview):
+            yield part
+        else:
+            yield from (piece.cpu().numpy().data for piece in part.split(COPY_BYTES))
 
 
 # -- memory that is lent -------------------------------------------------------------------------

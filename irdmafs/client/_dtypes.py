@@ -46,6 +46,21 @@ _DTYPE_OF_CODE: dict[str, DType] = {
 _CODE_OF_DTYPE = {dtype: code for code, dtype in _DTYPE_OF_CODE.items()}
 
 
+class DeviceArray(NamedTuple):
+    """An array in a device's memory: its type in numpy's terms, its shape, and its bytes, in C order, as a
+    flat torch tensor."""
+
+    dtype: DType
+    shape: tuple[int, ...]
+    bytes: Any
+    nbytes: int
+    flags: Any = np.empty(0).flags  # those of an array in C order
+
+
+# What can be published as it lies.
+Source: TypeAlias = Any
+
+
 class Layout(NamedTuple):
     """The place and form of an array in a file; ``offset`` is in bytes from the beginning."""
 
@@ -87,6 +102,19 @@ def array_of(source: object) -> Array:
     return array
 
 
+def source_of(source: Any) -> Source:
+    """Return a tensor that lies in CUDA memory as it lies there, anything else as `array_of` does."""
+    torch: Any = sys.modules.get("torch")
+    is_tensor = torch is not None and isinstance(source, torch.Tensor)
+    if not is_tensor or source.device.type != "cuda" or source.layout is not torch.strided:
+        return array_of(source)
+    name = str(source.dtype).removeprefix("torch.")
+    dtype = EXTENSIONS.get(name) or np.dtype(name)
+    tensor = source.detach().resolve_conj().resolve_neg().contiguous()
+    torch.cuda.current_stream(source.device).synchronize()  # it is copied by other streams
+    return DeviceArray(dtype, tensor.shape, tensor.reshape(-1).view(torch.uint8), tensor.nbytes)
+
+
 def _array_of_tensor(tensor: Any) -> Array:
     # A tensor exists, so torch is loaded: torch is never imported here.
     torch = sys.modules["torch"]
@@ -97,12 +125,14 @@ def _array_of_tensor(tensor: Any) -> Array:
     return tensor.numpy(force=True)  # type: ignore[no-any-return]
 
 
-def buffers(array: Array, dtype: DType) -> Iterator[memoryview]:
+def buffers(array: Source, dtype: DType) -> Iterator[Any]:
     """Yield the bytes of an array as ``dtype`` in C order: views of its memory if it has that form,
-    otherwise copies of COPY_BYTES at most."""
+    otherwise copies of COPY_BYTES at most; those of a device as a tensor."""
     if array.nbytes == 0:
         return
-    if array.dtype == dtype and array.flags.c_contiguous:
+    if isinstance(array, DeviceArray):
+        yield array.bytes
+    elif array.dtype == dtype and array.flags.c_contiguous:
         yield array.reshape(-1).view(np.uint8).data
     elif array.nbytes <= COPY_BYTES or array.ndim == 0:
         yield from buffers(np.ascontiguousarray(array, dtype), dtype)

@@ -69,6 +69,18 @@ class FormatError(ValueError):
         return f"{self.path}: {self.defect}"
 
 
+def map_file(fd: int, size: int, access: int = mmap.PROT_READ) -> int:
+    """Map a file, shared, without a descriptor of the mapping's own; return the address. Raises OSError."""
+    address = _libc.mmap(None, size, access, mmap.MAP_SHARED, fd, 0)
+    if address == _MAP_FAILED:
+        code = ctypes.get_errno()
+        raise OSError(code, os.strerror(code))
+    return int(address)
+
+
+unmap = _libc.munmap
+
+
 class Mapping:
     """A whole file in memory, shared and read-only, for as long as an array of it lives.
 
@@ -79,10 +91,8 @@ class Mapping:
     """
 
     def __init__(self, path: str, fd: int, size: int) -> None:
-        address = _libc.mmap(None, size, mmap.PROT_READ, mmap.MAP_SHARED, fd, 0)
-        if address == _MAP_FAILED:
-            code = ctypes.get_errno()
-            raise OSError(code, os.strerror(code), path)
+        with naming(path):
+            address = map_file(fd, size)
         self.size = size
         self.__array_interface__ = {
             "version": 3,
@@ -91,7 +101,7 @@ class Mapping:
             "data": (address, True),
         }
         # Not at exit: other exit handlers and daemon threads may still use arrays.
-        weakref.finalize(self, _libc.munmap, address, size).atexit = False
+        weakref.finalize(self, unmap, address, size).atexit = False
 
     @property
     def bytes(self) -> Array:
@@ -194,10 +204,10 @@ def is_irdmafs(device: int) -> bool:
     return filesystem_of(device) == b"fuse.irdmafs"
 
 
-def open_anew(path: str, view: StrPath | None = None) -> int:
+def open_anew(path: str, view: StrPath | None = None, access: int = os.O_WRONLY) -> int:
     """Open a file to write it from its beginning, which makes it if it is not there. `view`: a path of the
     private view of its directory, in which nobody else writes. Raises OSError."""
-    flags = os.O_WRONLY | os.O_TRUNC | os.O_CLOEXEC
+    flags = access | os.O_TRUNC | os.O_CLOEXEC
     if view is not None:
         with contextlib.suppress(FileNotFoundError):
             return look_up(os.open, os.path.join(view, os.path.basename(path)), flags)

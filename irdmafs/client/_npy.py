@@ -12,11 +12,11 @@ import functools
 import io
 from collections.abc import Callable, Iterator
 from itertools import chain
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from numpy.lib import format as npy_format
 
-from ._dtypes import EXTENSIONS, Array, DType, Layout, bits_of, buffers, size_bytes
+from ._dtypes import EXTENSIONS, Array, DType, Layout, Source, bits_of, buffers, size_bytes
 from ._files import FormatError, Mapping, open_to_read, read_at, view
 
 # Headers are Python literals; the limit keeps a hostile one from costing memory and time.
@@ -35,7 +35,7 @@ class _Ascii(NamedTuple):
         return ascii(self.value)
 
 
-def encode(array: Array) -> Iterator[memoryview]:
+def encode(array: Source) -> Iterator[Any]:
     """Return the contents of a file that holds ``array``; data begins at a multiple of 64 bytes.
 
     Raises ValueError for a type that needs too long a header.

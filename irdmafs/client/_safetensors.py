@@ -13,11 +13,11 @@ import struct
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from itertools import chain
-from typing import Annotated, NamedTuple
+from typing import Annotated, Any, NamedTuple
 
 import msgspec
 
-from ._dtypes import Array, DType, Layout, buffers, code_of, dtype_of_code, size_bytes
+from ._dtypes import DType, Layout, Source, buffers, code_of, dtype_of_code, size_bytes
 from ._files import FormatError
 
 LENGTH_BYTES = 8
@@ -154,7 +154,7 @@ def head_of(
     return Head(struct.pack("<Q", len(text)) + text, offsets)
 
 
-def encode(arrays: Mapping[str, Array], metadata: Mapping[str, str] | None) -> Iterator[memoryview]:
+def encode(arrays: Mapping[str, Source], metadata: Mapping[str, str] | None) -> Iterator[Any]:
     """Return the contents of a file of these arrays. Raises TypeError and ValueError as head_of() does."""
     forms = {}
     for name, array in arrays.items():

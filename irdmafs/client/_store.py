@@ -8,12 +8,13 @@ import stat
 import threading
 import weakref
 from collections import OrderedDict
-from collections.abc import Iterable, Iterator, Mapping, MutableMapping
+from collections.abc import Collection, Iterable, Iterator, Mapping, MutableMapping
+from itertools import chain
 from typing import Any, NamedTuple, Self, overload
 
-from . import _device, _files, _npy, _safetensors
+from . import _device, _files, _npy, _safetensors, _storing
 from ._buffer import Buffer
-from ._dtypes import Array, array_of
+from ._dtypes import Array, DeviceArray, Source, source_of
 from ._files import Closing, look_up
 
 NPY = ".npy"
@@ -288,7 +289,8 @@ class Store(MutableMapping[str, Array], Closing):
                 f"{name!r} lies inside the file {file!r}, which is published as a whole: "
                 "use publish_state_dict"
             )
-        self._replace(file + NPY, _npy.encode(array_of(array)))
+        lying = source_of(array)
+        self._replace(file + NPY, [lying], _npy.encode(lying))
 
     def publish_state_dict(
         self,
@@ -302,15 +304,15 @@ class Store(MutableMapping[str, Array], Closing):
         TypeError and ValueError for what the format cannot hold, and OSError as publish() does.
         """
         self._check_file(path)
-        arrays: dict[str, Array] = {}
+        arrays: dict[str, Source] = {}
         for name, array in state.items():
             if not isinstance(name, str):
                 raise TypeError(f"tensor names must be str, not {name!r}")
             try:
-                arrays[name] = array_of(array)
+                arrays[name] = source_of(array)
             except TypeError as error:
                 raise TypeError(f"tensor {name!r}: {error}") from None
-        self._replace(path, _safetensors.encode(arrays, metadata))
+        self._replace(path, arrays.values(), _safetensors.encode(arrays, metadata))
 
     def publish_file(self, source: str | os.PathLike[str], path: str) -> None:
         """Make the bytes of the file ``source`` the next version of the .npy or .safetensors file
@@ -318,8 +320,8 @@ class Store(MutableMapping[str, Array], Closing):
         self._check_file(path, (SAFETENSORS, NPY))
         with _files.open_to_read(os.fspath(source)) as (fd, status):
             size = status.st_size
-            contents = [_files.Mapping(os.fspath(source), fd, size).bytes.data] if size else []
-        self._replace(path, contents)
+            contents = [_files.Mapping(os.fspath(source), fd, size).bytes] if size else []
+        self._replace(path, contents, [memoryview(b""), *(one.data for one in contents)])
 
     def __setitem__(self, name: str, array: object) -> None:
         self.publish(name, array)
@@ -355,7 +357,8 @@ class Store(MutableMapping[str, Array], Closing):
             known = self._versioned_devices[device] = _files.is_irdmafs(device)
         return known
 
-    def _replace(self, file: str, contents: Iterable[memoryview]) -> None:
+    def _replace(self, file: str, arrays: Collection[Source], contents: Iterable[Any]) -> None:
+        """Replace a file by one of these contents: a head, and the bytes of the arrays."""
         path = self._path(file)
         directory = os.path.dirname(path)
         try:
@@ -363,7 +366,14 @@ class Store(MutableMapping[str, Array], Closing):
         except FileNotFoundError:
             os.makedirs(directory, exist_ok=True)
             versioned = self._is_versioned(directory)
-        _files.replace_file(path, contents, versioned=versioned)
+        data_bytes = sum(array.nbytes for array in arrays)
+        on_device = any(isinstance(array, DeviceArray) for array in arrays)
+        if versioned and _storing.pays(data_bytes, on_device=on_device):
+            rest = iter(contents)
+            head = next(rest)
+            _storing.replace_file(path, len(head) + data_bytes, chain([head], rest))
+        else:
+            _files.replace_file(path, _device.host_parts(contents), versioned=versioned)
 
     def _has_array(self, file: str) -> bool:
         """Return whether there is a .npy file of that name in which something was published. Raises

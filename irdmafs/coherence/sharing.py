@@ -145,11 +145,25 @@ class Sharing:
 
         Raises OSError EBUSY if others see it already.
         """
+        self._table.give_up(self._unseen(node))
+
+    def believe_unmapped(self, node: Node) -> None:
+        """Take the only writer's word that no mapping of the content is left: it is published as it lies.
+
+        Raises OSError EBUSY if others see it already, or have it open.
+        """
+        content = self._unseen(node)
+        if content.holds > 1:
+            raise fail(errno.EBUSY, "others have it open")
+        content.mapped = False
+
+    @staticmethod
+    def _unseen(node: Node) -> Content:
         content = node.content
         unseen = content is not None and content.seen is None and content.whole
         if content is None or not node.opens or not unseen or content.is_busy:
-            raise fail(errno.EBUSY, "only what nobody else sees yet can be discarded")
-        self._table.give_up(content)
+            raise fail(errno.EBUSY, "others see it already")
+        return content
 
     def is_at_hand(self, inode: Inode) -> bool:
         """Return whether opens get a content of this host, without asking any other."""

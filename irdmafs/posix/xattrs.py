@@ -3,7 +3,7 @@
 Some of our own are kept with an inode, and some report. The rest are requests of programs (docs/mount.md
 says why these are attributes): `changes.N.S` and `tree.N.S` wait, `read_into.M.L` reads into memory whose
 descriptors the mount takes from the caller, `keeps_no_pages` announces an open, `prefetch_now` begins a
-prefetch, and setting `discard` gives a written content up.
+prefetch, setting `discard` gives a written content up, and `unmapped` says that it is not mapped any more.
 """
 
 import errno
@@ -45,6 +45,7 @@ CHANGES: Final = PREFIX + b"changes"
 # that waits for another counter misses nothing.
 TREE: Final = PREFIX + b"tree"
 DISCARD: Final = PREFIX + b"discard"
+UNMAPPED: Final = PREFIX + b"unmapped"
 # The progress of a prefetch, which reading PREFETCH_NOW begins: that takes no right to write.
 PREFETCH: Final = PREFIX + b"prefetch"
 # Reading it announces an open for reading that keeps no reference to pages (coherence/references.py).
@@ -64,7 +65,7 @@ _TELLING = {CHANGES, TREE, STATUS, NODES, VERSION, VERSIONS, PREFETCH, USED_BYTE
 _OF_DIRECTORIES = {FOLLOW, ISOLATION, DRAFTS, AWAITS, AWAITS_TIMEOUT, *NAMES, *QUOTA_NAMES}
 # The attributes of array files (irdmafs.client), and those by which a directory rules everything below it.
 _KEPT = {PREFIX + b"dtype", PREFIX + b"shape", *_OF_DIRECTORIES}
-_SETTABLE = {DISCARD, *_KEPT}
+_SETTABLE = {DISCARD, UNMAPPED, *_KEPT}
 _REFUSALS_MAX: Final = 4
 _TOLD_FOR_S: Final = 600
 _SHOWN_BYTES: Final = 64
@@ -114,8 +115,10 @@ class Xattrs(Part):
             return
         if name.startswith(PREFIX):
             with self._refusals.saying_why(found, name, value, ctx.pid):
-                if name == DISCARD:
-                    self._cache.sharing.discard(self._nodes.get(inode)[0])
+                if name in (DISCARD, UNMAPPED):
+                    sharing = self._cache.sharing
+                    call = sharing.discard if name == DISCARD else sharing.believe_unmapped
+                    call(self._nodes.get(inode)[0])
                     return
                 self._namespace.check_writable(found.ino)
                 _refuse_nonsense(found, name, value)
