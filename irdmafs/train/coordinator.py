@@ -33,9 +33,10 @@ from .errors import Refused, invalid
 from .layout import in_turns
 from .liveness import WatchedLock, is_locked
 from .models import add_kept_files, assemble
+from .part import Part
 from .plan import Plan, Push, next_plan, without
 from .status import complaints, note_refusal, one_line, text_of
-from .trees import Folder, Seen, Trees, look, seen
+from .trees import NOTHING, Folder, Seen, Trees, look, seen
 
 log = logging.getLogger(__name__)
 
@@ -61,9 +62,11 @@ class _Worker(NamedTuple):
 class Coordinator:
     """Plans versions from the pushes that are there, commits versions that are made, and tidies."""
 
-    def __init__(self, train: TrainDirectory, trees: Trees) -> None:
+    def __init__(self, train: TrainDirectory, trees: Trees, part: Part | None = None) -> None:
+        """`part`: the only one of a small run, of which the coordinator makes each version by itself."""
         self._train = train
         self._trees = trees
+        self._part = part
         # The text of the file `status`, and when it was looked at.
         self._shown, self._shown_s = "", 0.0
         # The pushes that were read, and those that were refused by this configuration, by their names in
@@ -109,8 +112,43 @@ class Coordinator:
             self._show_status(config, newest, found)
             names = {*self._trees.look(self._train.push).names}
             return bool(names - self._looks.keys() - self._pushes.keys())
+        if self._part is not None:
+            return self._make(self._part, config, plan)
         self._write_plan(self._train.next / str(plan.version), plan)
         return True
+
+    def _make(self, part: Part, config: TrainConfig, plan: Plan) -> bool:
+        """Make a version of a small run; return False if a push has gone, or the version before. A bad push
+        counts with weight 0."""
+        target = part.home / str(plan.version)
+        bad = {"": ""}
+        while bad:
+            self._prepare(target)
+            if not part.make(target, plan):
+                return False
+            there = look(target)
+            bad = complaints(target, there.names)
+            for path, reason in bad.items():
+                self._refuse(path, invalid(reason), counts=True)
+            plan = without(plan, bad)
+        replace(target / PLAN, msgspec.json.encode(plan))
+        return self._publish(config, target, plan, there)
+
+    def _prepare(self, target: Path) -> None:
+        """Leave in the directory of a new version of a small run, maybe that of a removed one, only what is
+        written anew. Raises OSError."""
+        try:
+            there = look(target)
+        except FileNotFoundError:
+            target.mkdir()
+            there = NOTHING
+        # Nothing is written where a link leads; other names of a file keep its content.
+        layout = self._train.layout
+        ours = {PLAN, *layout.files} & there.files.keys() - {*there.linked}
+        ours |= (layout.parts.keys() & there.folders.keys()) | {*self._kept}
+        for name in {*there.names} - ours:
+            remove(target / name)
+        add_kept_files(self._train, {*self._kept} - {*there.names}, target)
 
     def _show_status(self, config: TrainConfig, newest: Plan, found: Sequence[Push]) -> None:
         """Write the file `status` anew, now and then, if it has something else to show. Raises OSError."""
@@ -287,11 +325,16 @@ class Coordinator:
         there = self._trees.look(self._train.next).folder(target.name)
         if not self._train.layout.parts.keys() <= there.folders.keys():
             return False
-        if config.whole_every and plan.version % config.whole_every == 0:
+        return self._publish(config, target, plan, there)
+
+    def _publish(self, config: TrainConfig, target: Path, plan: Plan, there: Folder) -> bool:
+        """Publish a version whose shards are made; return True. `there`: what is in its directory."""
+        is_whole = bool(config.whole_every) and plan.version % config.whole_every == 0
+        if is_whole:
             assemble(self._train, plan.version, target, there)
         for name in there.names:
             # Norms and complaints are not needed any more; a killed process was writing names with a dot.
-            if name.startswith(NOT_KEPT):
+            if name.startswith(NOT_KEPT) or (name in self._train.layout.files and not is_whole):
                 remove(target / name)
         # Another coordinator may have made it, while this one's host was stopped.
         with contextlib.suppress(FileExistsError, FileNotFoundError):
@@ -312,7 +355,12 @@ class Coordinator:
 
     def _put_aside_version(self, version: Path, newest: int) -> None:
         """Put a version aside, whole, and give its parts to the reducers that make them, which write into
-        the same files those of the version after the next: they may have begun the next one."""
+        the same files those of the version after the next: they may have begun the next one. In a small run
+        all of it becomes the next version."""
+        if self._part is not None:
+            with contextlib.suppress(FileExistsError, FileNotFoundError):
+                move(version, self._part.home / str(newest + 1))
+                return
         gone = self._train.put_aside(version)
         if gone is not None:
             for home in look(self._train.ahead).folders:

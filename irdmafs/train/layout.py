@@ -80,12 +80,15 @@ class Shard(NamedTuple):
 class ModelLayout(msgspec.Struct, frozen=True, dict=True):
     """The contents of layout.json: the parameters in canonical order, the names of the shards, and the
     number of parts: every so many shards are of the same part; `indices`: names of files that say which
-    parameter is in which file. What follows from them is computed once."""
+    parameter is in which file; `is_small`: it costs less to move all of it than to agree on pieces, so a
+    push has one file, as has a pull, and the coordinator makes the only part. What follows from them is
+    computed once."""
 
     parameters: tuple[Parameter, ...]
     shard_names: tuple[str, ...]
     part_count: int
     indices: tuple[str, ...] = ()
+    is_small: bool = False
 
     @cached_property
     def files(self) -> tuple[str, ...]:
@@ -108,8 +111,23 @@ class ModelLayout(msgspec.Struct, frozen=True, dict=True):
         return (1 << 20) + sum(1024 + 16 * len(parameter.name) for parameter in self.parameters)
 
     @cached_property
+    def locked(self) -> tuple[str, ...]:
+        """Return the parts that have a lock: reducers take each for itself."""
+        return () if self.is_small else (*self.parts,)
+
+    @cached_property
     def shards(self) -> tuple[Shard, ...]:
         return cut(self.parameters, self.shard_names, self.part_count)
+
+    @cached_property
+    def whole(self) -> Shard:
+        """Return all parameters as one shard, with the name of the model's file."""
+        return cut(self.parameters, self.files[:1], 1)[0]
+
+    @cached_property
+    def pushed(self) -> tuple[Shard, ...]:
+        """Return the shards that a push has files of."""
+        return (self.whole,) if self.is_small else self.shards
 
     @cached_property
     def parts(self) -> dict[str, tuple[Shard, ...]]:

@@ -70,14 +70,15 @@ def assemble(train: TrainDirectory, number: int, version: Path, there: Folder) -
     OSError."""
     layout = train.layout
     files, shards = layout.files, layout.shards
-    if len(files) == len(shards) == 1:
+    if len(files) == len(shards) == 1 and not layout.is_small:
         with contextlib.suppress(FileExistsError):
             os.link(params_of(version, shards[0]), version / files[0])
     else:
-        values = gather(layout, partial(_open_shard, train, number, version, there))
+        values = gather(layout, shards, partial(_open_shard, train, number, version, there))
         for file in files:
             tensors = {one.name: values[one.name] for one in layout.parameters if one.file == file}
-            _replace(version / file, list(encode(tensors, {"format": "pt"})))
+            contents = list(encode(tensors, {"format": "pt"}))
+            _replace(version / file, contents, is_new=file not in there.names)
     for name in layout.indices:
         index = _parse_index(train.kept_files / name)
         file_of = index[_WEIGHT_MAP]
@@ -93,8 +94,8 @@ def _open_shard(
     return ShardFile(shard.name, folder, version=number)
 
 
-def _replace(path: Path, contents: list[memoryview]) -> None:
-    if sum(map(len, contents)) <= _COPIED_MAX_BYTES:
+def _replace(path: Path, contents: list[memoryview], *, is_new: bool = True) -> None:
+    if is_new and sum(map(len, contents)) <= _COPIED_MAX_BYTES:
         with contextlib.suppress(FileExistsError):
             make_new(path, contents)
             return
@@ -218,8 +219,10 @@ def _make(
     os.setxattr(train.since, _AWAITS, os.fsencode(train.versions.name))
     parameters = canonical(parameter for parameter, _ in values.values())
     size = sum(parameter.size * parameter.type.itemsize for parameter in parameters)
-    names, parts = shard_names(train.path, shards, size)
-    layout = ModelLayout(parameters, tuple(names), parts, indices)
+    names, parts, is_small = shard_names(train.path, shards, size)
+    # A version becomes another one: a program whose working directory it is must not mix files of both.
+    is_small = is_small and not indices and len({one.file for one in parameters}) == 1
+    layout = ModelLayout(parameters, tuple(names), parts, indices, is_small)
     train.layout_path.write_bytes(msgspec.json.encode(layout))
     first = train.next / "0"
     first.mkdir()

@@ -19,6 +19,7 @@ from ..client import FormatError
 from .arithmetic import Blocks
 from .config import TrainConfig
 from .directory import (
+    COORDINATOR,
     NORM,
     PARAMS,
     STATE,
@@ -34,7 +35,7 @@ from .layout import Shard
 from .plan import Plan, Push, next_plan
 from .pushes import STEP, check_shard, push_in_shards
 from .reduction import PartFolders, Reduction
-from .shard_files import ShardFile
+from .shard_files import ShardFile, in_parallel
 from .status import complain
 from .trees import Folder, Seen, Trees, is_published, look
 
@@ -146,17 +147,24 @@ class Staged:
             self._published = (plan, self._trees.look_again(self._train.push))
         return self._published[1]
 
-    def open_published(self, shard: Shard, name: str) -> ShardFile:
-        """Return the file with a shard of a push by its name. Raises Refused, FormatError and OSError."""
-        path, most = self._train.push / name, self._train.layout.header_max_bytes
-        try:
-            directory = self._train.directories.open(path)
-        except NotADirectoryError:
-            file, cut = ShardFile(path, header_max_bytes=most), False
-        else:
-            # The mount was told of the push before it was told of the plan.
-            file, cut = ShardFile(shard.name, directory, header_max_bytes=most), True
-        check_shard(shard, file.header, cut=cut)
+    def open_published(self, whole: dict[str, ShardFile], shard: Shard, name: str) -> ShardFile:
+        """Return the file with a shard of a push by its name. `whole`: files with all shards of pushes that
+        were opened before. Raises Refused, FormatError and OSError."""
+        layout, path = self._train.layout, self._train.push / name
+        file = whole.get(name)
+        if file is None:
+            most, cut = layout.header_max_bytes, not layout.is_small
+            try:
+                directory = self._train.directories.open(path)
+            except NotADirectoryError:
+                file, cut = ShardFile(path, header_max_bytes=most), False
+            else:
+                # The mount was told of the push before it was told of the plan.
+                of = shard.name if cut else layout.whole.name
+                file = ShardFile(of, directory, header_max_bytes=most)
+            if not cut:
+                whole[name] = file
+        check_shard(shard, file.header, cut=name not in whole)
         return file
 
     def used(self, foreseen: Foreseen) -> None:
@@ -169,13 +177,16 @@ class Part:
     """Makes the shards of a part in a directory of its own in ahead/, where only this object writes."""
 
     def __init__(self, train: TrainDirectory, name: str, blocks: Blocks, staged: Staged) -> None:
-        """Make the directory, and put aside those of reducers that had the part before. Raises OSError."""
+        """Make the directory, and put aside those of reducers that had the part before. In a small run it
+        has whole versions. Raises OSError."""
         self._train = train
         self._name = name
         self._shards = train.layout.parts[name]
         self._blocks = blocks
         self._staged = staged
-        self._home = train.make_home(name, is_part=True)
+        owner = COORDINATOR if train.layout.is_small else name
+        self.home = train.make_home(owner, is_part=True)
+        self._below = name if train.layout.is_small else ""
         # The version whose directory is there, its directories, and its shards.
         self._version: int | None = None
         self._folders: PartFolders | None = None
@@ -217,7 +228,8 @@ class Part:
                 return False
             # If it fails it may have been done all the same: write nothing into them any more.
             self._folders = None
-            move(self._home / str(plan.version), target / self._name)
+            if not self._below:
+                move(self.home / str(plan.version), target / self._name)
         except (FileExistsError, FileNotFoundError, FormatError) as error:
             # Made by somebody else meanwhile, and maybe tidied. Or a push is gone: the coordinator will
             # make another plan. Or another reducer has the part.
@@ -238,7 +250,7 @@ class Part:
         if not missing:
             return True
         if self._begun is None or self._begun[0] is not plan:
-            open_push = self._staged.open_published
+            open_push = partial(self._staged.open_published, {})
             begun = {
                 shard.name: self._reduction(shard, plan, partial(open_push, shard))
                 for shard in missing
@@ -256,9 +268,16 @@ class Part:
             if found is None:
                 return False
             norms = found
-        for shard in missing:
+
+        def write(shard: Shard) -> None:
             reductions[shard.name].write(folders, norms)
             self._made[shard.name] = plan
+
+        if self._train.layout.is_small:
+            in_parallel(write, missing)
+        else:
+            for shard in missing:
+                write(shard)
         self._begun = None
         return True
 
@@ -318,10 +337,10 @@ class Part:
             return self._folders
         if self._version != version:
             if self._version is not None:
-                self._train.put_aside(self._home / str(self._version))
+                self._train.put_aside(self.home / str(self._version))
             self._version, self._folders = version, None
             self._made.clear()
-        path = self._home / str(version)
+        path = self.home / str(version) / self._below
         try:
             there = look(path)
         except FileNotFoundError:

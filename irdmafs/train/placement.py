@@ -25,7 +25,8 @@ _CANDIDATES_PER_SHARD = 8
 # One shard is reduced and pulled while the other is on its way. More, or smaller ones, do not pay.
 _SHARDS_PER_NODE = 2
 _SHARD_BYTES = 8 << 20
-# A smaller shard costs a step more in transactions than it saves by another node's link.
+# A smaller shard costs a step more in transactions than it saves by another node's link. Smaller ones, if
+# so many are asked for, are one part.
 _SMALLEST_BYTES = 1 << 20
 # The attribute is not there on one host, nor on another filesystem.
 _UNKNOWN = (errno.ENODATA, errno.ENOTSUP, errno.ENOENT)
@@ -42,10 +43,11 @@ def choose(names: Mapping[str, str], shards: int) -> list[str]:
     return [*in_turns(left[node] for node in sorted(left))][:shards]
 
 
-def shard_names(directory: Path, shards: int | None, size: int) -> tuple[list[str], int]:
-    """Return names for shards whose files are below `directory`, which has the placement `together`, and
-    the number of parts: one for each shard, and at most one for each store node, if there are any. `size`:
-    of all parameters, in bytes, by which shards are chosen without a number of them. Raises OSError."""
+def shard_names(directory: Path, shards: int | None, size: int) -> tuple[list[str], int, bool]:
+    """Return names for shards whose files are below `directory`, which has the placement `together`; the
+    number of parts: one for each shard, and at most one for each store node, if there are any; and whether
+    there are, and shards are so small that they are one part. `size`: of all parameters, in bytes, by
+    which shards are chosen without a number of them. Raises OSError."""
     tried = max(_CANDIDATES_MIN, _CANDIDATES_PER_SHARD * (shards or 0))
     names: dict[str, str] = {}
     below = Path(tempfile.mkdtemp(prefix=".places-", dir=directory))
@@ -54,7 +56,7 @@ def shard_names(directory: Path, shards: int | None, size: int) -> tuple[list[st
             os.close(os.open(below / name, os.O_RDONLY | os.O_CREAT | os.O_EXCL, 0o600))
             nodes = _nodes_of(below / name)
             if nodes is None:
-                return [str(number) for number in range(shards or 1)], shards or 1
+                return [str(number) for number in range(shards or 1)], shards or 1, False
             names[name] = str(nodes[0]["node"]) if nodes else ""
     finally:
         shutil.rmtree(below)
@@ -63,7 +65,8 @@ def shard_names(directory: Path, shards: int | None, size: int) -> tuple[list[st
         is_worth_it = size >= nodes_there * _SHARDS_PER_NODE * _SHARD_BYTES
         most = min(len(names), max(1, size // _SMALLEST_BYTES))
         shards = min(nodes_there * (_SHARDS_PER_NODE if is_worth_it else 1), most)
-    return choose(names, shards), min(shards, nodes_there)
+    is_small = size < max(shards, 2) * _SMALLEST_BYTES
+    return choose(names, shards), 1 if is_small else min(shards, nodes_there), is_small
 
 
 def host_of(path: Path) -> str | None:

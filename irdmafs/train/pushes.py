@@ -164,9 +164,10 @@ def _inspect_shards(layout: ModelLayout, path: Path, folder: Folder | None) -> P
     if push is None:
         what = f"a push in shards, which is {_NAME_OF_DIRECTORY}"
         raise invalid(f"{path.name!r} is not the name of {what}")
-    if folder is not None and folder.files.keys() >= {*layout.shard_names}:
+    names = [shard.name for shard in layout.pushed]
+    if folder is not None and folder.files.keys() >= {*names}:
         return push
-    files = map(path.joinpath, layout.shard_names)
+    files = map(path.joinpath, names)
     return push if all(is_published(file, _check_kind(file)) for file in files) else None
 
 

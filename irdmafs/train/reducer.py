@@ -172,7 +172,9 @@ class Reducer(Closing):
         did = coordinator.step(*found)
         self._coordinated = () if did else counters
         self._coordinated_s = now_s
-        if did:
+        if did and self.layout.is_small:
+            self._found = None
+        elif did:
             self._trees.look_again(self.train.next)
         return did
 
@@ -197,7 +199,9 @@ class Reducer(Closing):
         newest = -1 if self._found is None else self._found[1].newest.version
         # A new version is the work of all parts: somebody has them.
         are_taken, self._newest = newest > self._newest >= 0, newest
-        for name in (COORDINATOR, *self.layout.parts):
+        if self.layout.is_small:
+            self._found = None  # its versions are not seen in next/
+        for name in (COORDINATOR, *self.layout.locked):
             if name in self._locks or are_taken or not self._may_take(name, now_s):
                 continue
             if name not in self._of_others:
@@ -215,7 +219,10 @@ class Reducer(Closing):
         for name in self.layout.parts.keys() & (self._locks.keys() - self._parts.keys()):
             self._parts[name] = Part(self.train, name, self._blocks, self._staged)
         if self._coordinator is None and COORDINATOR in self._locks:
-            self._coordinator = Coordinator(self.train, self._trees)
+            part = self.layout.shards[0].part
+            is_alone = self.layout.is_small
+            alone = Part(self.train, part, self._blocks, self._staged) if is_alone else None
+            self._coordinator = Coordinator(self.train, self._trees, alone)
         return took
 
     def _leave_parts(self) -> None:

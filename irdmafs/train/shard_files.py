@@ -76,11 +76,12 @@ def in_parallel(do: Callable[[Shard], T], shards: Sequence[Shard]) -> list[T]:
         return list(pool.map(do, shards))
 
 
-def gather(layout: ModelLayout, open_shard: Callable[[Shard], ShardFile]) -> dict[str, Array]:
+def gather(
+    layout: ModelLayout, shards: Sequence[Shard], open_shard: Callable[[Shard], ShardFile]
+) -> dict[str, Array]:
     """Return all parameters of a version from the files of its shards: shown where they lie, copied where a
     shard ends within one. Raises FileNotFoundError and FormatError."""
     found: dict[str, list[Array]] = {}
-    shards = layout.shards
     for shard, file in zip(shards, in_parallel(open_shard, shards), strict=True):
         for part in shard.slices:
             found.setdefault(part.parameter.name, []).append(file.tensor(part.parameter.name))

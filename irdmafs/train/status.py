@@ -193,7 +193,7 @@ def are_enough(train: TrainDirectory) -> bool:
 def report(train: TrainDirectory) -> str:
     """Return what `irdmafs train status` prints: what is true now. Raises TrainError and OSError."""
     parts: dict[str, list[str]] = {}
-    for name in (COORDINATOR, *train.layout.parts):
+    for name in (COORDINATOR, *train.layout.locked):
         path = train.reducers / name
         holder = "nobody"
         if is_locked(path):

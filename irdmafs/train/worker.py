@@ -22,7 +22,7 @@ from .liveness import Lock, is_locked
 from .open_push import OpenPush
 from .placement import host_of
 from .plan import Plan, Push, is_foreseen, may_pull
-from .pushes import arrays_of, check_turn, inspect, name_in_shards
+from .pushes import arrays_of, check_turn, inspect, name_in_shards, push_by_name
 from .shard_files import Prefetch, ShardFile, copy_shard, gather, in_parallel
 from .status import Watch, is_reduced, no_reducer
 
@@ -68,6 +68,8 @@ class Worker(Closing):
         """Return the shards in the order in which they are pushed: one of each part in turn, so that some
         can be reduced while others are on their way. No two workers begin with the same node, and what
         stays on this host comes last, as it needs no link."""
+        if self.layout.is_small:
+            return self.layout.pushed
         version = self.train.version(self.train.newest())
         parts = list(self.layout.parts.values())
         here = [host_of(params_of(version, shards[0])) == "" for shards in parts]
@@ -85,6 +87,7 @@ class Worker(Closing):
             if not self._lock.is_held:
                 self.train.discard(self._home)
                 raise self._taken()
+            self._take_back()
             self._pushed, self.step = self._progress()
         except BaseException:
             self._lock.close()
@@ -101,6 +104,14 @@ class Worker(Closing):
 
     def _taken(self) -> TrainError:
         return TrainError(f"a worker {self.name!r} is taking part in {self.train.models} already")
+
+    def _take_back(self) -> None:
+        """Take away what has counted: no earlier process of this worker writes its next push there."""
+        for name in os.listdir(self.train.push):
+            push = push_by_name(name)
+            step = push.step if push is not None and push.worker == self.name else 0
+            if step and self.train.has_counted(self.name, step):
+                self.train.discard(self.train.push / name)
 
     def _steps_there(self) -> list[int]:
         """Return the steps of this worker's pushes that are there."""
@@ -183,11 +194,14 @@ class Worker(Closing):
 
     def _make_staged(self, name: str) -> Path:
         """Make a directory for the files of a push: that of the last one, if it has counted, as writing its
-        files anew costs half of making new ones. Raises OSError."""
+        files anew costs half of making new ones. One file is written where it is. Raises OSError."""
         path, counted = self._home / name, self._watch.counted()
         if counted is not None:
             # If the worker was taken for dead meanwhile, the coordinator has put it aside.
             with contextlib.suppress(FileNotFoundError):
+                if self.layout.is_small:
+                    self.train.directories.open(counted)
+                    return counted
                 move(counted, path)
                 return path
         path.mkdir()
@@ -304,7 +318,7 @@ class Worker(Closing):
     def _begin_prefetch(self, out: Out) -> None:
         """Fetch the next version's parameters while it is made, into `out` as far as it has them."""
         self._end_prefetch()
-        if len(self.layout.shards) == 1 or not is_foreseen(self.config):
+        if self.layout.is_small or len(self.layout.shards) == 1 or not is_foreseen(self.config):
             return
         self._check_out(out)
         before = self.version if self.version >= 0 else self.train.newest()
@@ -335,10 +349,13 @@ class Worker(Closing):
                     fetched = prefetch.take(plan.version)
                 copied = fetched if prefetch is not None and prefetch.out is out else {}
                 open_shard = partial(self._open_shard, plan.version, fetched, out is None)
+                shards, whole = self.layout.shards, self.layout.whole
+                if self.layout.is_small and whole.name in self.train.in_version(plan.version).files:
+                    shards = (whole,)
                 if out is None:
-                    values = gather(self.layout, open_shard)
+                    values = gather(self.layout, shards, open_shard)
                 else:
-                    left = [shard for shard in self.layout.shards if shard.name not in copied]
+                    left = [shard for shard in shards if shard.name not in copied]
                     in_parallel(partial(copy_shard, open_shard, out), left)
                 break
             except FileNotFoundError:
@@ -356,7 +373,9 @@ class Worker(Closing):
         found = fetched.get(shard.name)
         if found is not None and (found.shown or not shown):
             return found
-        path = params_of(self.train.version(version), shard)
-        file = ShardFile(path, version=version, shown=shown)
+        directory = self.train.version(version)
+        if shard is self.layout.whole:
+            return ShardFile(directory / shard.name, shown=shown)
+        file = ShardFile(params_of(directory, shard), version=version, shown=shown)
         self.train.directories.note_used(file.seen)
         return file

@@ -143,7 +143,7 @@ def test_directories_do_not_have_it_and_nobody_sets_it(here: Path) -> None:
 def test_each_node_is_primary_of_as_many_shards(
     cluster: Cluster, together: Path, size: int, nodes: int, each: int
 ) -> None:
-    names, parts = shard_names(together, None, size)
+    names, parts, _ = shard_names(together, None, size)
     assert os.listdir(together) == []
     files = [made(together / "state" / name, b"content") for name in names]
     primaries = Counter(groups_of(file)[0]["nodes"][0]["node"] for file in files)

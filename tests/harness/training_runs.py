@@ -12,6 +12,7 @@ from typing import Any
 
 import ml_dtypes
 import numpy as np
+import pytest
 from numpy.typing import NDArray
 from safetensors.numpy import load_file, save_file
 
@@ -91,13 +92,35 @@ def check(run: Path, fd: int, name: str) -> None:
 
 
 def start(
-    folder: Path, parameters: Arrays | None = None, *, shards: int = 1, **config: Any
+    folder: Path,
+    parameters: Arrays | None = None,
+    *,
+    shards: int = 1,
+    small: bool | None = False,
+    **config: Any,
 ) -> Path:
-    """Begin to train a model in a new directory."""
+    """Begin to train a model in a new directory, as a large or a small run."""
     folder.mkdir()
     save_file(dict(parameters or zeros()), folder / "model.safetensors")
-    begin(folder, TrainConfig(**({"rule": "sum"} | config)), shards=shards)
+    with sized(small=small):
+        begin(folder, TrainConfig(**({"rule": "sum"} | config)), shards=shards)
     return folder
+
+
+@contextlib.contextmanager
+def sized(*, small: bool | None) -> Iterator[None]:
+    """Have runs that begin meanwhile be large or small, whatever their models are and wherever; None: as
+    they are by themselves."""
+
+    def in_one_part(_: Path, shards: int | None, size: int) -> tuple[list[str], int, bool]:
+        return [str(number) for number in range(shards or 1)], 1, True
+
+    with pytest.MonkeyPatch.context() as patch:
+        if small:
+            patch.setattr("irdmafs.train.models.shard_names", in_one_part)
+        elif small is not None:
+            patch.setattr("irdmafs.train.placement._SMALLEST_BYTES", 1)
+        yield
 
 
 @contextlib.contextmanager

@@ -24,7 +24,7 @@ from harness.programs.training_worker import (
 )
 from harness.seeds import chosen_seed
 from harness.storms.training_faults import RECOVERY_S, RUN, Processes, TrainingFaults
-from harness.training_runs import reduce, state_of
+from harness.training_runs import reduce, sized, state_of
 from safetensors.numpy import load_file, save_file
 
 from irdmafs.train import Reducer, TrainConfig, Worker, begin
@@ -71,7 +71,8 @@ def _disturb(
         node_config={"rereplicate_after": 3},
     )  # fmt: skip
     with Cluster(plan) as cluster:
-        train = _start(cluster.mounts[0].path / RUN, kind, config)
+        with sized(small=False if seed & 2 else None):
+            train = _start(cluster.mounts[0].path / RUN, kind, config)
         with Processes(cluster, kind, len(WORKERS), REDUCERS) as processes:
             faults = TrainingFaults(processes, seed)
             began_s = time.monotonic()
