@@ -67,9 +67,11 @@ class Coherence:
         if not self._cache.looks.changes_unnoticed(node):
             answer.attr_timeout = _FOREVER_S
 
-    def made(self, answer: Answer, parent: int, name: bytes, node: Node, inode: Inode) -> None:
-        """Set how long a name holds that the caller has just made, and the attributes of its node. The
-        kernel takes these for the newest."""
+    def made(
+        self, answer: Answer, parent: int, name: bytes, node: Node, inode: Inode, pid: int
+    ) -> None:
+        """Set how long a name holds that a thread has just made, and the attributes of its node. The kernel
+        takes these for the newest."""
         if node.lookups > 1:  # it had the inode before, as one that gets a further name
             self.entry(answer, parent, name, node, inode)
             return

@@ -45,6 +45,7 @@ class Promise:
     cut: bool
     is_emptied: bool = False
     looked_up: bool = False
+    missed: bool = False
     since: float = field(default_factory=time.monotonic)
 
     @property
@@ -57,9 +58,13 @@ class Promise:
     def is_old(self) -> bool:
         return time.monotonic() - self.since >= _MAX_AGE_S
 
+    def is_for(self, flags: int) -> bool:
+        """Return whether an open with these flags may be the promised one."""
+        return not (self.flags ^ flags) & (os.O_TRUNC | os.O_ACCMODE)
+
     def is_kept_by(self, node: Node, flags: int) -> bool:
         """Return whether an open by the thread is the promised one."""
-        return self.node is node and not (self.flags ^ flags) & (os.O_TRUNC | os.O_ACCMODE)
+        return self.node is node and self.is_for(flags)
 
     def is_nameless(self, node: Node) -> bool:
         """Return whether the open came to the same node again without a lookup in between."""
@@ -102,13 +107,22 @@ class Routes(OnHost):
         promise = self._by_name(pid, name)
         return None if promise is None else self._inodes.get(promise.content.ino)
 
+    def unkept(self, pid: int, name: Name, inode: Inode | None) -> Promise | None:
+        """Return the promise to a thread that comes again by a name which leads to another file by now. The
+        kernel does not tell by which name an open comes: the file may have several, or have lost it."""
+        promise = self.promises.get((pid, 0)) if pid else None
+        if promise is None or promise.looked_up or promise.is_old:
+            return None
+        if inode is not None and promise.content.ino == inode.ino:
+            promise.name = name
+            return None
+        return promise
+
     def follow(self, pid: int, name: Name, inode: Inode) -> None:
         """Have a thread's open be promised the file that its name means now. One with O_RDONLY | O_TRUNC
         has emptied its file already. Raises OSError (ENOSPC, EMFILE)."""
-        if self.promised(pid, inode.ino) is not None or not inode.is_file:
-            return
-        promise = self._by_name(pid, name)
-        if promise is None:
+        promise = self._by_name(pid, name) or self.unkept(pid, name, inode)
+        if promise is None or self.promised(pid, inode.ino) or not inode.is_file:
             return
         flags = promise.flags
         if flags & (os.O_TRUNC | os.O_ACCMODE) != os.O_TRUNC | os.O_RDONLY:
@@ -227,6 +241,15 @@ class Routes(OnHost):
     def withdraw(self, pid: int, ino: int) -> None:
         """Withdraw the thread's promise. If its number cannot be seen, only the one for this inode."""
         self._withdraw(_slot(pid, ino))
+
+    def missed(self, pid: int) -> None:
+        """Withdraw the thread's promise if it found its name missing twice: for the entry that the kernel
+        had, and for the one that replaced it."""
+        promise = self.promises.get((pid, 0))
+        if promise is not None and promise.missed:
+            self.withdraw(pid, 0)
+        elif promise is not None:
+            promise.missed = True
 
     def end(self, promise: Promise) -> None:
         """End a promise: its open came, or never will."""

@@ -109,7 +109,11 @@ class Shared(Coherence):
             answer.attr_timeout = valid_s
         self._beliefs.say(inode.ino, valid_s, name, attributes=whole)
 
-    def made(self, answer: Answer, parent: int, name: bytes, node: Node, inode: Inode) -> None:
+    def made(
+        self, answer: Answer, parent: int, name: bytes, node: Node, inode: Inode, pid: int
+    ) -> None:
+        if self._trails.retries:
+            self._trails.forget(pid)  # an open that came again has made its file
         if not self._cache.routes.names_are_stable(inode.ino):
             return
         node.name = (parent, name)
@@ -168,6 +172,12 @@ class Shared(Coherence):
                 or not self._may_tell(parent, inode, pid)
             ):
                 return None  # find_fresh waits
+            if (
+                self._promises
+                and inode.is_file
+                and self._cache.routes.unkept(pid, (parent, name), inode)
+            ):
+                return None  # find_fresh prepares it
             self._found(pid, parent, name, inode)
         return inode
 
@@ -187,14 +197,21 @@ class Shared(Coherence):
                 await self.freshen(inode)  # the time of the directory
             inode = await self._movable(parent.ino, name, inode, pid)
         retry = self._trails.retry(pid, (parent.ino, name))
+        if self._promises and retry is None and (inode is None or inode.is_file):
+            promise = self._cache.routes.unkept(pid, (parent.ino, name), inode)
+            if promise is not None:
+                step = TrailStep(parent.ino, name, 0)
+                retry = self._trails.expect(pid, (step,), step, promise.flags)
         if retry is not None and inode is not None and inode.is_file:
             step = TrailStep(parent.ino, name, inode.ino)
             inode = await self._lead_on(step, retry.flags, pid, None)
             if inode is not None:
+                # The kernel drops an entry that another program has put there, and asks again.
+                retry.left = max(retry.left, 2)
                 return inode
             inode = self._trails.find(step)
         if retry is not None and inode is not None and not inode.is_dir:
-            retry.names, retry.left = (), _LEADS_MAX
+            retry.take_any()
         if inode is None:
             self._trails.missed(pid)
             self._kernel_names.found((parent.ino, name), None)
@@ -242,10 +259,10 @@ class Shared(Coherence):
         way, empties = self._trails.take(pid), truncates(flags)
         node = self._nodes.by_id.get(node_id)
         name = _name_of(node, way.names)
-        if self._promises and node is not None and self._cache.routes.promised(pid, node.ino):
+        promise = self._cache.routes.promised(pid, node.ino) if self._promises and node else None
+        if promise is not None and promise.is_for(flags):
             # It was settled, and counted, when the open came to the other node.
             node, inode = self._nodes.get(node_id)
-            inode = await self._refreshed(inode, content=not empties)
         else:
             if self._promises:
                 self._cache.routes.withdraw(pid, 0)  # it opens something else
@@ -303,9 +320,7 @@ class Shared(Coherence):
         self, inode: Inode, flags: int, pid: int, came_to: Node | None, name: Name | None
     ) -> None:
         """Have a thread's second try find the file ready to be opened."""
-        if not truncates(flags):
-            inode = await self._bring(inode)
-            self._store.count_open(inode.extent)
+        inode = await self.bring(inode, content=not truncates(flags), opens=True)
         self._cache.routes.promise(inode, flags, pid, came_to, name)
 
     async def settle_names(self, node_id: int, pid: int, *, by_name: bool) -> tuple[Node, Inode]:

@@ -24,6 +24,7 @@ from .kernel_cache import Name
 _THREADS_MAX = 4096
 _NAMES_MAX = 64
 _RETRY_LOOKUPS = 4
+_LOOKUPS_OF_ANY = 20
 
 
 class TrailStep(NamedTuple):
@@ -47,13 +48,18 @@ class Way(NamedTuple):
 
 @dataclass(slots=True, eq=False)
 class Retry:
-    """The second try of a refused open with `flags`. `names`: its name, and links on the way; none once a
-    link was found, which may lead to any. `left`: lookups of them: the kernel asks for the entry that it
-    has, and for those that replaced it. After that, or an open, the thread is doing something else."""
+    """The second try of a refused open with `flags`. `names`: its name, and links on the way; none if it
+    came by one that it did not look up, or once a link was found, which may lead to any. `left`: lookups of
+    them: the kernel asks for the entry that it has, and for those that replaced it. After that, or an open,
+    the thread is doing something else."""
 
     names: Collection[Name]
     flags: int
     left: int = _RETRY_LOOKUPS
+
+    def take_any(self) -> None:
+        """Take any name for its own from now on."""
+        self.names, self.left = (), _LOOKUPS_OF_ANY
 
 
 class LookupTrails:
@@ -98,7 +104,7 @@ class LookupTrails:
         self._of.pop(pid, None)
         self._refused.pop(pid, None)
         if self.retries and (retry := self.retries.get(pid)) is not None:
-            retry.left = min(retry.left, 1) if retry.names else 0
+            retry.left = min(retry.left, 1)
 
     def hold(self, pid: int, way: Way, ino: int, *, believed: bool) -> bool:
         """Return whether the names by which this thread came lead to the inode in a replica that is fresh.
@@ -134,12 +140,17 @@ class LookupTrails:
         except OSError:  # the directory is gone
             return None
 
-    def expect(self, pid: int, names: Sequence[TrailStep], name: TrailStep, flags: int) -> None:
-        """Note that the thread's open by a name was refused."""
+    def expect(self, pid: int, names: Sequence[TrailStep], name: TrailStep, flags: int) -> Retry:
+        """Note that the thread's open was refused, and return its second try. `name`: of its file, and its
+        own unless it looked up no `names`."""
+        retry = Retry({name[:2], *(step[:2] for step in names if step.link)}, flags)
+        if not names:
+            retry.take_any()
         if len(self.retries) >= _THREADS_MAX:
             self.retries.clear()
         if pid:  # those that cannot be seen are taken for one
-            self.retries[pid] = Retry({name[:2], *(step[:2] for step in names if step.link)}, flags)
+            self.retries[pid] = retry
+        return retry
 
     def retry(self, pid: int, name: Name) -> Retry | None:
         """Return the second try that a thread is at, by this name."""

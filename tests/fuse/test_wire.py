@@ -14,6 +14,7 @@ from collections import Counter
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager, contextmanager
 from pathlib import Path
+from typing import Any
 
 import pytest
 import trio
@@ -23,12 +24,16 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from irdmafs.backend.model.clock import now_ns
+from irdmafs.backend.model.records import NO_CONTENT
+from irdmafs.backend.namespace import Inode, NewVersion
 from irdmafs.backend.store import embedded as store_node
 from irdmafs.backend.store.embedded import EmbeddedStore, embedded_store
 from irdmafs.callers.processes import Processes
+from irdmafs.coherence.beliefs import Beliefs
 from irdmafs.coherence.cache import Cache
 from irdmafs.coherence.content import Content
 from irdmafs.coherence.protocol import Coherence
+from irdmafs.coherence.shared import Shared
 from irdmafs.fuse import wire
 from irdmafs.fuse.connection import Connection, ProtocolError
 from irdmafs.fuse.counts import Counts
@@ -137,10 +142,32 @@ class Checked(KernelSession):
         super().fail(request, error)
 
 
+class ToldAtOnce:
+    """A mount of a cluster that hears of each change at once, and whose kernel believes nothing."""
+
+    exclusive: frozenset[int] = frozenset()
+
+    def is_fresh(self, inode: Inode) -> bool:
+        return True
+
+    def is_missing(self, directory: int, name: bytes) -> bool:
+        return False
+
+    def believable_s(self, directory: int, *, used: bool = True) -> float:
+        return 0.0
+
+    def path_valid_s(self, directory: int) -> float:
+        return 0.0
+
+    attributes_believable_s = staticmethod(float)
+
+
 class Served:
     """One store served by a session whose device is a file in memory: what it writes is read there."""
 
-    def __init__(self, store: EmbeddedStore, nursery: trio.Nursery, *, passthrough: bool) -> None:
+    def __init__(
+        self, store: EmbeddedStore, nursery: trio.Nursery, *, passthrough: bool, shared: bool
+    ) -> None:
         self.connection = connected(init_message(7, 40, (1 << 64) - 1))
         atimes = Atimes(MountOptions(), store.extents)
         self.tasks = Tasks()
@@ -151,7 +178,12 @@ class Served:
             store, self.notices, self.processes, isolates=True, passthrough=passthrough
         )
         self.nodes = self.cache.nodes
-        coherence = Coherence(store.namespace, self.cache)
+        if shared:
+            beliefs = Beliefs(store.namespace, self.nodes, self.notices)
+            fresh: Any = ToldAtOnce()
+            coherence: Coherence = Shared(store, fresh, self.cache, beliefs)
+        else:
+            coherence = Coherence(store.namespace, self.cache)
         locking = Locking("local", store, self.cache.publisher, self.notices)
         block = Superblock(self.cache, coherence, atimes, MountOptions())
         filesystem = Filesystem(block, locking, dict, acls=False)
@@ -330,8 +362,9 @@ def open_files() -> int:
 
 
 @asynccontextmanager
-async def serving(mode: str = "cached") -> AsyncIterator[Served]:
-    """Serve a new store; afterwards it must be whole, and nothing may have been left open."""
+async def serving(mode: str = "cached", *, shared: bool = False) -> AsyncIterator[Served]:
+    """Serve a new store; afterwards it must be whole, and nothing may have been left open. `shared`: with
+    the coherence of a cluster."""
     backings = Ioctls()
     now_ns()  # the clock keeps a descriptor
     before = open_files()
@@ -351,7 +384,7 @@ async def serving(mode: str = "cached") -> AsyncIterator[Served]:
             trio.open_nursery() as telling,
             trio.open_nursery() as nursery,
         ):
-            served = Served(store, nursery, passthrough=mode != "cached")
+            served = Served(store, nursery, passthrough=mode != "cached", shared=shared)
             telling.start_soon(served.tasks.run)
             yield served
             for unique in list(served.session.waiting.by_unique):
@@ -728,6 +761,97 @@ def busy(served: Served, name: bytes, flags: int) -> int:
     return node_id
 
 
+@pytest.mark.parametrize("shared", [False, True])
+@pytest.mark.parametrize("lookups", [0, 1])
+async def test_an_open_by_another_name_of_a_file_finds_what_replaces_it_at_its_second_try(
+    shared: bool, lookups: int
+) -> None:
+    """The kernel believed the name, and asked for another one last."""
+    async with serving("passthrough", shared=shared) as served:
+        for name in (b"file", b"new"):
+            node_id = write_whole(served, name, b"weights")
+        node_id = lookup(served, b"file")
+        linking = wire.LINK_IN.pack(node_id) + b"link\0"
+        assert served.request(Opcode.LINK, ROOT, linking, pid=1)[0] == 0
+        emptying = os.O_WRONLY | os.O_TRUNC
+        assert opened(served, node_id, emptying, pid=2)[0] == errno.ESTALE
+        for _ in range(lookups):
+            lookup(served, b"file", pid=2)
+        renaming = wire.RENAME_IN.pack(ROOT) + b"new\0file\0"
+        assert served.request(Opcode.RENAME, ROOT, renaming, pid=1)[0] == 0
+        assert opened(served, lookup(served, b"file", pid=2), emptying, pid=2)[0] == 0
+        served.release_all()
+
+
+@pytest.mark.parametrize("shared", [False, True])
+async def test_an_open_finds_the_file_that_others_make_while_it_looks_its_name_up_again(
+    shared: bool,
+) -> None:
+    """The kernel asks for the entry that it has, for that of another program, and once more."""
+    async with serving("passthrough", shared=shared) as served:
+        write_whole(served, b"new", b"weights")
+        refuse(served, b"file")
+        assert lookup(served, b"file") == 0
+        renaming = wire.RENAME_IN.pack(ROOT) + b"new\0file\0"
+        assert served.request(Opcode.RENAME, ROOT, renaming, pid=1)[0] == 0
+        found = [lookup(served, b"file") for _ in range(2)]
+        assert found[0] == found[1]
+        assert opened(served, found[0], os.O_WRONLY | os.O_TRUNC)[0] == 0
+        served.release_all()
+
+
+async def test_next_open_of_a_thread_is_not_taken_for_one_that_found_nothing() -> None:
+    """That need not fetch what it overwrites."""
+    async with serving("passthrough", shared=True) as served:
+        write_whole(served, b"new", b"weights")
+        refuse(served, b"file")
+        assert lookup(served, b"file") == 0
+        renaming = wire.RENAME_IN.pack(ROOT) + b"new\0file\0"
+        assert served.request(Opcode.RENAME, ROOT, renaming, pid=1)[0] == 0
+        fetched: list[int] = []
+
+        async def bring(ino: int) -> Inode:
+            fetched.append(ino)
+            return served.store.namespace.inode(ino)
+
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(served.store, "bring", bring)
+            patch.setattr(served.store, "is_here", lambda extent: False)
+            node_id = lookup(served, b"file")
+            reading = wire.OPEN_IN.pack(os.O_RDONLY, 0)
+            served.send(message(Opcode.OPEN, node_id, reading, unique=1))
+            await served.finish()
+        assert fetched == [served.nodes.by_id[node_id].ino]
+        served.release_all()
+
+
+def refuse(served: Served, name: bytes) -> None:
+    """Have an open be refused for a file that was removed."""
+    removed = write_whole(served, name, b"weights")
+    assert served.request(Opcode.UNLINK, ROOT, name + b"\0", pid=1)[0] == 0
+    assert opened(served, removed, os.O_WRONLY | os.O_TRUNC)[0] == errno.ESTALE
+
+
+async def test_a_file_that_another_host_overwrites_and_removes_is_opened_at_its_second_try(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Its newest version is lost, and others write it in place here."""
+
+    async def lost(ino: int) -> Inode:
+        raise OSError(errno.ESTALE, os.strerror(errno.ESTALE))
+
+    async with serving("passthrough", shared=True) as served:
+        node_id = busy(served, b"file", os.O_WRONLY)
+        [_, writer] = served.nodes.handles.values()
+        served.request(Opcode.FLUSH, writer.node.id, wire.FLUSH_IN.pack(writer.fh, 1))
+        assert opened(served, node_id, os.O_WRONLY)[0] == errno.ESTALE
+        await served.store.publish(NewVersion(writer.node.ino, NO_CONTENT, 0, 0, 0))
+        assert served.request(Opcode.UNLINK, ROOT, b"file\0", pid=1)[0] == 0
+        monkeypatch.setattr(served.store, "bring", lost)
+        assert opened(served, lookup(served, b"file"), os.O_WRONLY)[0] == 0
+        served.release_all()
+
+
 @pytest.mark.parametrize("mode", ["passthrough", "cached"])
 async def test_a_creation_ends_the_second_try_of_an_open(mode: str) -> None:
     """What its thread looks up next is shown as it is."""
@@ -739,6 +863,15 @@ async def test_a_creation_ends_the_second_try_of_an_open(mode: str) -> None:
         assert served.request(Opcode.UNLINK, ROOT, b"file\0", pid=1)[0] == 0
         create(served, b"file", emptying)
         _, entry = served.request(Opcode.LOOKUP, ROOT, b"other\0")
+        assert wire.ENTRY_OUT.unpack(entry)[7] == len(b"weights")
+
+
+async def test_a_creation_ends_the_second_try_of_an_open_that_found_nothing() -> None:
+    async with serving("passthrough", shared=True) as served:
+        refuse(served, b"file")
+        assert lookup(served, b"file") == 0
+        write_whole(served, b"file", b"weights")
+        _, entry = served.request(Opcode.LOOKUP, ROOT, b"file\0")
         assert wire.ENTRY_OUT.unpack(entry)[7] == len(b"weights")
 
 
