@@ -38,7 +38,7 @@ class Promise:
     open with O_RDONLY | O_TRUNC has emptied it already."""
 
     name: Name | None
-    came_to: Node
+    came_to: Node | None
     node: Node
     content: Content
     flags: int
@@ -124,10 +124,8 @@ class Routes(OnHost):
         promise = self._by_name(pid, name) or self.unkept(pid, name, inode)
         if promise is None or self.promised(pid, inode.ino) or not inode.is_file:
             return
-        flags = promise.flags
-        if flags & (os.O_TRUNC | os.O_ACCMODE) != os.O_TRUNC | os.O_RDONLY:
-            content, cut = self._sharing.content_for(inode, flags)
-            self._promise(inode, flags, pid, name, promise.came_to, content, cut=cut)
+        if promise.flags & (os.O_TRUNC | os.O_ACCMODE) != os.O_TRUNC | os.O_RDONLY:
+            self.promise(inode, promise.flags, pid, None, name)
 
     def _by_name(self, pid: int, name: Name) -> Promise | None:
         slots = [(pid, 0)] if pid else [slot for slot in self.promises if not slot[0]]
@@ -178,7 +176,7 @@ class Routes(OnHost):
         bindable = content.state is not State.REPLACING or nameless
         if node.content is content if node.opens or node.promised else bindable:
             return content, cut
-        self._promise(inode, flags, pid, name, node, content, cut=cut).is_emptied = True
+        self.promise(inode, flags, pid, node, name, (content, cut)).is_emptied = True
         raise fail(errno.ESTALE)
 
     def comes_by_no_name(self, node: Node, flags: int) -> bool:
@@ -216,14 +214,32 @@ class Routes(OnHost):
     # -- promises --------------------------------------------------------------------------------
 
     def promise(
-        self, inode: Inode, flags: int, pid: int, came_to: Node | None, name: Name | None
-    ) -> None:
-        """Prepare the thread's second try, which comes by name, or to the same node."""
-        self._withdraw_stale()
-        content, cut = self._sharing.content_for(inode, flags)
-        if came_to is None or came_to.ino != inode.ino:
-            came_to = self.node_of(inode, 0)
-        self._promise(inode, flags, pid, name, came_to, content, cut=cut)
+        self,
+        inode: Inode,
+        flags: int,
+        pid: int,
+        came_to: Node | None,
+        name: Name | None,
+        chosen: tuple[Content, bool] | None = None,
+    ) -> Promise:
+        """Prepare the thread's second try, which comes by name, or to the same node: that finds a node for
+        the content, which may be `chosen` already. Return what it is promised."""
+        if chosen is None:
+            self._withdraw_stale()
+            chosen = self._sharing.content_for(inode, flags)
+        content, cut = chosen
+        slot = _slot(pid, inode.ino)
+        self._withdraw(slot)
+        node = self._node_for(inode, content)
+        if not node.is_bound:
+            node.content = content
+        self._table.hold(content)
+        node.promised += 1
+        promise = Promise(name, came_to, node, content, flags, cut)
+        content.awaited += promise.joins
+        self.promises[slot] = promise
+        self._awaited[inode.ino] += 1
+        return promise
 
     def promised(self, pid: int, ino: int) -> Promise | None:
         """Return the promise by which the thread's open of the inode was led to another node, if any."""
@@ -282,31 +298,6 @@ class Routes(OnHost):
             if number >= too_many and not promise.is_old:
                 return
             self._withdraw(slot)
-
-    def _promise(
-        self,
-        inode: Inode,
-        flags: int,
-        pid: int,
-        name: Name | None,
-        came_to: Node,
-        content: Content,
-        *,
-        cut: bool,
-    ) -> Promise:
-        """Make the next lookup by this thread find a node for the content. Return what it is promised."""
-        slot = _slot(pid, inode.ino)
-        self._withdraw(slot)
-        node = self._node_for(inode, content)
-        if not node.is_bound:
-            node.content = content
-        self._table.hold(content)
-        node.promised += 1
-        promise = Promise(name, came_to, node, content, flags, cut)
-        content.awaited += promise.joins
-        self.promises[slot] = promise
-        self._awaited[inode.ino] += 1
-        return promise
 
 
 def _slot(pid: int, ino: int) -> _Slot:

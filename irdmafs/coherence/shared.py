@@ -166,18 +166,17 @@ class Shared(Coherence):
         if parent in self._exclusive and self._freshness.is_deferred_elsewhere(parent):
             return None
         inode = self.namespace.lookup(parent, name)
+        if self._promises and (inode is None or inode.is_file):
+            promise = self._cache.routes.unkept(pid, (parent, name), inode)
+            if promise is not None:
+                self._trails.expect(pid, {(parent, name)}, promise.flags)
+                return None  # find_fresh prepares it
         if inode is not None:
             if inode.is_dir and (
                 (inode.ino in self._exclusive and self._freshness.is_deferred_elsewhere(inode.ino))
                 or not self._may_tell(parent, inode, pid)
             ):
                 return None  # find_fresh waits
-            if (
-                self._promises
-                and inode.is_file
-                and self._cache.routes.unkept(pid, (parent, name), inode)
-            ):
-                return None  # find_fresh prepares it
             self._found(pid, parent, name, inode)
         return inode
 
@@ -197,11 +196,6 @@ class Shared(Coherence):
                 await self.freshen(inode)  # the time of the directory
             inode = await self._movable(parent.ino, name, inode, pid)
         retry = self._trails.retry(pid, (parent.ino, name))
-        if self._promises and retry is None and (inode is None or inode.is_file):
-            promise = self._cache.routes.unkept(pid, (parent.ino, name), inode)
-            if promise is not None:
-                step = TrailStep(parent.ino, name, 0)
-                retry = self._trails.expect(pid, (step,), step, promise.flags)
         if retry is not None and inode is not None and inode.is_file:
             step = TrailStep(parent.ino, name, inode.ino)
             inode = await self._lead_on(step, retry.flags, pid, None)
@@ -292,7 +286,8 @@ class Shared(Coherence):
             except OSError as error:
                 if error.errno == errno.ESTALE and name is not None:
                     await self._lead_on(name, flags, pid, node)
-                    self._trails.expect(pid, way.names, name, flags)
+                    links = (step[:2] for step in way.names if step.link)
+                    self._trails.expect(pid, {name[:2], *links} if way.names else (), flags)
                 raise
         return node, inode, None if name is None else name[:2]
 

@@ -140,17 +140,14 @@ class LookupTrails:
         except OSError:  # the directory is gone
             return None
 
-    def expect(self, pid: int, names: Sequence[TrailStep], name: TrailStep, flags: int) -> Retry:
-        """Note that the thread's open was refused, and return its second try. `name`: of its file, and its
-        own unless it looked up no `names`."""
-        retry = Retry({name[:2], *(step[:2] for step in names if step.link)}, flags)
-        if not names:
-            retry.take_any()
+    def expect(self, pid: int, names: Collection[Name], flags: int) -> None:
+        """Note that the thread's open by one of these names was refused; none: by any."""
         if len(self.retries) >= _THREADS_MAX:
             self.retries.clear()
         if pid:  # those that cannot be seen are taken for one
-            self.retries[pid] = retry
-        return retry
+            self.retries[pid] = retry = Retry(names, flags)
+            if not names:
+                retry.take_any()
 
     def retry(self, pid: int, name: Name) -> Retry | None:
         """Return the second try that a thread is at, by this name."""
