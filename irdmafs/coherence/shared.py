@@ -351,7 +351,7 @@ class Shared(Coherence):
         """Return an inode when the content written in place here is not older than its version, which with
         `content` is on this host; that of a newer one is then fetched, too."""
         while self._cache.in_place.is_behind(inode):
-            await self._cache.in_place.refresh(inode.ino, cuts=cuts)
+            await self._cache.in_place.refresh(inode.ino, opens=True, cuts=cuts)
             now = self.namespace.inode(inode.ino)
             if now.version == inode.version:
                 return now
