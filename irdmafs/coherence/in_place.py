@@ -110,9 +110,9 @@ class InPlace(OnHost):
 
     async def refresh(self, ino: int, *, opens: bool = False, cuts: bool = False) -> None:
         """Show the newest version, which another host published, to everybody who has the file open in
-        place, unless this host has unpublished changes. If it is too large for this host, only one that
-        `opens` the file sees it. `cuts`: before a truncation; the kernel sends no stores until that is
-        answered, so nobody can wait for them. Raises OSError; EFBIG if it cannot be shown."""
+        place, unless this host has unpublished changes; only to who `opens` it if it is too large for this
+        host: EFBIG for others. `cuts`: before a truncation; the kernel sends no stores until that is
+        answered, so nobody can wait for them. Raises OSError."""
         content, inode = self._table.current.get(ino), self._inodes.get(ino)
         if content is None or inode is None or not self.is_behind(inode):
             return

@@ -131,8 +131,10 @@ class Coherence:
         Raises OSError."""
         return None
 
-    async def freshen(self, inode: Inode) -> None:
-        """Return when what is known here of the inode is fresh. Raises OSError."""
+    async def freshen(self, inode: Inode, *, content: bool = False) -> bool:
+        """Have what is known here of the inode be fresh, and return whether it was without asking.
+        `content`: that of a small file is wanted, too. Raises OSError."""
+        return True
 
     async def settle(self, node_id: int, flags: int, pid: int) -> tuple[Node, Inode, Name | None]:
         """Return the node and inode that an open of a file gets, and its name, if one is known. The newest

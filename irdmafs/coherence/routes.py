@@ -45,7 +45,6 @@ class Promise:
     cut: bool
     is_emptied: bool = False
     looked_up: bool = False
-    missed: bool = False
     since: float = field(default_factory=time.monotonic)
 
     @property
@@ -58,13 +57,9 @@ class Promise:
     def is_old(self) -> bool:
         return time.monotonic() - self.since >= _MAX_AGE_S
 
-    def is_for(self, flags: int) -> bool:
-        """Return whether an open with these flags may be the promised one."""
-        return not (self.flags ^ flags) & (os.O_TRUNC | os.O_ACCMODE)
-
     def is_kept_by(self, node: Node, flags: int) -> bool:
         """Return whether an open by the thread is the promised one."""
-        return self.node is node and self.is_for(flags)
+        return self.node is node and self.flags == flags
 
     def is_nameless(self, node: Node) -> bool:
         """Return whether the open came to the same node again without a lookup in between."""
@@ -228,8 +223,7 @@ class Routes(OnHost):
             self._withdraw_stale()
             chosen = self._sharing.content_for(inode, flags)
         content, cut = chosen
-        slot = _slot(pid, inode.ino)
-        self._withdraw(slot)
+        self.withdraw(pid, inode.ino)
         node = self._node_for(inode, content)
         if not node.is_bound:
             node.content = content
@@ -237,7 +231,7 @@ class Routes(OnHost):
         node.promised += 1
         promise = Promise(name, came_to, node, content, flags, cut)
         content.awaited += promise.joins
-        self.promises[slot] = promise
+        self.promises[_slot(pid, inode.ino)] = promise
         self._awaited[inode.ino] += 1
         return promise
 
@@ -256,16 +250,17 @@ class Routes(OnHost):
 
     def withdraw(self, pid: int, ino: int) -> None:
         """Withdraw the thread's promise. If its number cannot be seen, only the one for this inode."""
-        self._withdraw(_slot(pid, ino))
+        promise = self._taken(_slot(pid, ino))
+        if promise is not None:
+            self.end(promise)
 
-    def missed(self, pid: int) -> None:
-        """Withdraw the thread's promise if it found its name missing twice: for the entry that the kernel
-        had, and for the one that replaced it."""
+    def missed(self, pid: int, name: Name) -> None:
+        """Note that a thread did not find a name: its promised open comes by that once more, or never."""
         promise = self.promises.get((pid, 0))
-        if promise is not None and promise.missed:
+        if promise is not None and promise.looked_up:
             self.withdraw(pid, 0)
         elif promise is not None:
-            promise.missed = True
+            promise.name, promise.looked_up = name, True
 
     def end(self, promise: Promise) -> None:
         """End a promise: its open came, or never will."""
@@ -285,11 +280,6 @@ class Routes(OnHost):
                 del self._awaited[ino]
         return promise
 
-    def _withdraw(self, slot: _Slot) -> None:
-        promise = self._taken(slot)
-        if promise is not None:
-            self.end(promise)
-
     def _withdraw_stale(self) -> None:
         """Withdraw promises whose open has not come, the oldest first, so that nobody joins their
         contents."""
@@ -297,7 +287,7 @@ class Routes(OnHost):
         for number, (slot, promise) in enumerate(list(self.promises.items())):
             if number >= too_many and not promise.is_old:
                 return
-            self._withdraw(slot)
+            self.withdraw(*slot)
 
 
 def _slot(pid: int, ino: int) -> _Slot:

@@ -1,15 +1,14 @@
 """The names that a thread looked up, to be checked when it opens the file.
 
-In a cluster a name that is found in the replica is answered at once: a path of five names would take
-five round trips otherwise. The open that follows asks etcd once, and then every name that led to it must
-still lead to the same inode. If one does not, the open is answered ESTALE. The kernel then looks the path
-up again and tries a second time, the last one. So the second try must not be refused, although the name
-may lead to yet another file by then: the thread is promised a file that had the name after its open began
-(routes.py). If there is none when the open is refused, the lookups of the second try prepare what they find
-(`Retry`).
+A cluster's replica answers lookups at once: a path of five names would take five round trips otherwise. The
+open that follows asks etcd once, and then every name that led to it must still lead to the same inode. If
+one does not, the open is answered ESTALE: the kernel looks the path up again, and tries a second time, the
+last one. That must not be refused, although the name may lead to yet another file by then: the thread is
+promised a file that had the name after its open began (routes.py), or else what the lookups of its second
+try find (`Retry`).
 
-An open without a lookup before it comes by a name that the kernel believed. That is right under a
-directory lease; otherwise the kernel has to look again.
+An open without a lookup comes by a name that the kernel believed. That is right under a directory lease;
+otherwise the kernel has to look again.
 """
 
 import stat
@@ -55,11 +54,7 @@ class Retry:
 
     names: Collection[Name]
     flags: int
-    left: int = _RETRY_LOOKUPS
-
-    def take_any(self) -> None:
-        """Take any name for its own from now on."""
-        self.names, self.left = (), _LOOKUPS_OF_ANY
+    left: int
 
 
 class LookupTrails:
@@ -145,9 +140,7 @@ class LookupTrails:
         if len(self.retries) >= _THREADS_MAX:
             self.retries.clear()
         if pid:  # those that cannot be seen are taken for one
-            self.retries[pid] = retry = Retry(names, flags)
-            if not names:
-                retry.take_any()
+            self.retries[pid] = Retry(names, flags, _RETRY_LOOKUPS if names else _LOOKUPS_OF_ANY)
 
     def retry(self, pid: int, name: Name) -> Retry | None:
         """Return the second try that a thread is at, by this name."""
