@@ -262,7 +262,7 @@ class Shared(Coherence):
             believed = private or await self.freshen(asked, content=not empties)
             try:
                 node, inode = self._nodes.get(node_id)
-                # An open without a lookup came by the only name, or by none: then it may be tried only once.
+                # An open without a lookup came by the only name, or by none, and may be tried only once.
                 has_one = bool(inode.name) and not inode.more
                 believed = believed or (has_one and node.name == (inode.parent, inode.name))
                 believed = believed or self._cache.routes.comes_by_no_name(node, flags)
