@@ -122,9 +122,8 @@ class InPlace(OnHost):
             await forget(content)
             async with content.locked():
                 inode = await self._store.bring(ino)
-                if content.state.ended or content.base.version == inode.version:
-                    return
-                if self._table.is_written(content):
+                is_newest = content.base.version == inode.version
+                if content.state.ended or is_newest or self._table.is_written(content):
                     return
                 is_here = not inode.extent or self._store.is_here(inode.extent)
                 if not (is_here or opens):

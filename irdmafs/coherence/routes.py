@@ -28,8 +28,6 @@ from .sharing import truncates
 _MAX_AGE_S = 10.0
 _MAX_PROMISES = 65536
 
-_Slot = tuple[int, int]
-
 
 @dataclass(slots=True, eq=False)
 class Promise:
@@ -73,7 +71,7 @@ class Routes(OnHost):
         super().__init__(host)
         # The promises not kept yet, at most one for each thread, and for each inode one for all threads
         # whose number cannot be seen. Lookups and opens check whether it is empty without a call.
-        self.promises: dict[_Slot, Promise] = {}
+        self.promises: dict[tuple[int, int], Promise] = {}
         # How many threads are on their way to a node of each inode.
         self._awaited: Counter[int] = Counter()
 
@@ -108,10 +106,10 @@ class Routes(OnHost):
         promise = self.promises.get((pid, 0)) if pid else None
         if promise is None or promise.looked_up or promise.is_old:
             return None
-        if inode is not None and promise.content.ino == inode.ino:
-            promise.name = name
-            return None
-        return promise
+        if inode is None or promise.content.ino != inode.ino:
+            return promise
+        promise.name = name
+        return None
 
     def follow(self, pid: int, name: Name, inode: Inode) -> None:
         """Have a thread's open be promised the file that its name means now. One with O_RDONLY | O_TRUNC
@@ -271,7 +269,7 @@ class Routes(OnHost):
         if not node.is_bound:
             self._host.idle(node)
 
-    def _taken(self, slot: _Slot) -> Promise | None:
+    def _taken(self, slot: tuple[int, int]) -> Promise | None:
         promise = self.promises.pop(slot, None)
         if promise is not None:
             ino = promise.content.ino
@@ -290,5 +288,5 @@ class Routes(OnHost):
             self.withdraw(*slot)
 
 
-def _slot(pid: int, ino: int) -> _Slot:
+def _slot(pid: int, ino: int) -> tuple[int, int]:
     return (pid, 0) if pid else (0, ino)
