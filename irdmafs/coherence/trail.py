@@ -47,9 +47,9 @@ class Way(NamedTuple):
 
 @dataclass(slots=True, eq=False)
 class Retry:
-    """The second try of a refused open with `flags`. `names`: its name and links on the way; none, for any, if
-    it looked up none, or once it found a link. `left`: lookups of them: the kernel asks for the entry
-    that it has, and for those that replaced it. After that, or an open, the thread does something else."""
+    """The second try of a refused open with `flags`. `names`: its name, and links on the way; none, for
+    any, if it looked up none, or once it found a link. `left`: lookups of them: the kernel asks for the
+    entry that it has, and for those that replaced it. After that, or an open, this is over."""
 
     names: Collection[Name]
     flags: int
