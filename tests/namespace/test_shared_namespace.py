@@ -129,7 +129,7 @@ async def test_a_file_that_another_host_removes_stays_for_who_holds_it(keys: Etc
 
 async def test_a_directory_removed_with_another_in_it_has_no_links_left(keys: EtcdKeys) -> None:
     """In one transaction, as by a mount that defers both. It had -1, and stat(2) failed with EIO."""
-    async with hosts(keys, 2) as (here, there):
+    async with shared.hosts(keys, 2) as (here, there):
         outer = await here.create(ROOT_INO, b"outer", DIRECTORY, 0, 0)
         inner = await here.create(outer.ino, b"inner", DIRECTORY, 0, 0)
         here.held = lambda ino: ino == outer.ino
