@@ -776,7 +776,6 @@ async def test_an_open_by_a_believed_name_finds_what_replaces_it(
             lookup(served, b"file")
         rename(served, b"new", b"file")
         assert opened(served, lookup(served, b"file"), EMPTYING)[0] == 0
-        served.release_all()
 
 
 @pytest.mark.parametrize("shared", [False, True])
@@ -791,7 +790,6 @@ async def test_an_open_finds_what_others_make_while_it_looks_its_name_up_again(
         found = lookup(served, b"file")
         assert lookup(served, b"file") == found
         assert opened(served, found, EMPTYING)[0] == 0
-        served.release_all()
 
 
 async def test_an_open_after_one_that_found_nothing_fetches_what_it_reads() -> None:
@@ -807,7 +805,6 @@ async def test_an_open_after_one_that_found_nothing_fetches_what_it_reads() -> N
             served.send(message(Opcode.OPEN, lookup(served, b"file"), reading, unique=1))
             await served.finish()
         fetch.assert_awaited_once_with(new)
-        served.release_all()
 
 
 async def test_a_file_that_was_made_after_a_miss_shows_its_size() -> None:
@@ -831,7 +828,6 @@ async def test_second_try_finds_a_file_whose_newest_version_is_lost_with_its_nam
         assert served.request(Opcode.UNLINK, ROOT, b"file\0", pid=1)[0] == 0
         monkeypatch.setattr(served.store, "bring", AsyncMock(side_effect=OSError(errno.ESTALE, "")))
         assert opened(served, lookup(served, b"file"), os.O_WRONLY)[0] == 0
-        served.release_all()
 
 
 @pytest.mark.parametrize("mode", ["passthrough", "cached"])
