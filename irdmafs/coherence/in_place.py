@@ -1,5 +1,6 @@
 """Making contents writable in place, and showing the versions of other hosts in them."""
 
+import errno
 import logging
 import os
 from collections.abc import Callable
@@ -7,7 +8,7 @@ from contextlib import AbstractContextManager, nullcontext
 
 from ..backend.files.extents import copy_contents, when_unlocked
 from ..backend.model.records import ContentId
-from ..backend.namespace import Inode
+from ..backend.namespace import Inode, fail
 from ..backend.store.api import copy_of
 from ..inline import detach
 from .content import Content, Stamp
@@ -107,10 +108,11 @@ class InPlace(OnHost):
         content = self._table.current.get(inode.ino)
         return content is not None and content.writers > 0 and content.base.version != inode.version
 
-    async def refresh(self, ino: int, *, cuts: bool = False) -> None:
+    async def refresh(self, ino: int, *, opens: bool = False, cuts: bool = False) -> None:
         """Show the newest version, which another host published, to everybody who has the file open in
-        place, unless this host has unpublished changes. `cuts`: before a truncation; the kernel sends no
-        stores until that is answered, so nobody can wait for them."""
+        place, unless this host has unpublished changes; only to who `opens` it if it is too large for this
+        host: EFBIG for others. `cuts`: before a truncation; the kernel sends no stores until that is
+        answered, so nobody can wait for them. Raises OSError."""
         content, inode = self._table.current.get(ino), self._inodes.get(ino)
         if content is None or inode is None or not self.is_behind(inode):
             return
@@ -120,12 +122,14 @@ class InPlace(OnHost):
             await forget(content)
             async with content.locked():
                 inode = await self._store.bring(ino)
-                if content.state.ended or content.base.version == inode.version:
+                is_newest = content.base.version == inode.version
+                if content.state.ended or is_newest or self._table.is_written(content):
                     return
-                if self._table.is_written(content):
-                    return
-                if self._table.is_borrowed(content):
-                    self._table.supersede(content)  # its last writer is leaving
+                is_here = not inode.extent or self._store.is_here(inode.extent)
+                if not (is_here or opens):
+                    raise fail(errno.EFBIG, "the newest version is larger than this mount keeps")
+                if self._table.is_borrowed(content) or not is_here:
+                    self._table.supersede(content)  # or its last writer is leaving
                     return
                 with self._opened(inode) as source:
                     if not content.state.writable:

@@ -24,14 +24,10 @@ class KernelNames:
 
     def found(self, name: Name, inode: Inode | None) -> None:
         """Note what the kernel is told that a name leads to."""
-        before = self._inodes.pop(name, 0)
-        if before:
-            self._names.pop(before, None)
+        self._names.pop(self._inodes.pop(name, 0), None)
         if inode is None or not inode.is_dir:
             return
-        former = self._names.get(inode.ino)
-        if former is not None:
-            self._inodes.pop(former, None)
+        self._inodes.pop(self._names.get(inode.ino, name), None)
         self._inodes[name], self._names[inode.ino] = inode.ino, name
         if len(self._inodes) > self._purge_at:
             self._purge()

@@ -67,9 +67,11 @@ class Coherence:
         if not self._cache.looks.changes_unnoticed(node):
             answer.attr_timeout = _FOREVER_S
 
-    def made(self, answer: Answer, parent: int, name: bytes, node: Node, inode: Inode) -> None:
-        """Set how long a name holds that the caller has just made, and the attributes of its node. The
-        kernel takes these for the newest."""
+    def made(
+        self, answer: Answer, parent: int, name: bytes, node: Node, inode: Inode, pid: int
+    ) -> None:
+        """Set how long a name holds that a thread has just made, and the attributes of its node. The kernel
+        takes these for the newest."""
         if node.lookups > 1:  # it had the inode before, as one that gets a further name
             self.entry(answer, parent, name, node, inode)
             return
@@ -129,8 +131,10 @@ class Coherence:
         Raises OSError."""
         return None
 
-    async def freshen(self, inode: Inode) -> None:
-        """Return when what is known here of the inode is fresh. Raises OSError."""
+    async def freshen(self, inode: Inode, *, content: bool = False) -> bool:
+        """Have what is known here of the inode be fresh, and return whether it was without asking.
+        `content`: that of a small file is wanted, too. Raises OSError."""
+        return True
 
     async def settle(self, node_id: int, flags: int, pid: int) -> tuple[Node, Inode, Name | None]:
         """Return the node and inode that an open of a file gets, and its name, if one is known. The newest

@@ -28,8 +28,6 @@ from .sharing import truncates
 _MAX_AGE_S = 10.0
 _MAX_PROMISES = 65536
 
-_Slot = tuple[int, int]
-
 
 @dataclass(slots=True, eq=False)
 class Promise:
@@ -38,7 +36,7 @@ class Promise:
     open with O_RDONLY | O_TRUNC has emptied it already."""
 
     name: Name | None
-    came_to: Node
+    came_to: Node | None
     node: Node
     content: Content
     flags: int
@@ -59,7 +57,7 @@ class Promise:
 
     def is_kept_by(self, node: Node, flags: int) -> bool:
         """Return whether an open by the thread is the promised one."""
-        return self.node is node and not (self.flags ^ flags) & (os.O_TRUNC | os.O_ACCMODE)
+        return self.node is node and self.flags == flags
 
     def is_nameless(self, node: Node) -> bool:
         """Return whether the open came to the same node again without a lookup in between."""
@@ -73,7 +71,7 @@ class Routes(OnHost):
         super().__init__(host)
         # The promises not kept yet, at most one for each thread, and for each inode one for all threads
         # whose number cannot be seen. Lookups and opens check whether it is empty without a call.
-        self.promises: dict[_Slot, Promise] = {}
+        self.promises: dict[tuple[int, int], Promise] = {}
         # How many threads are on their way to a node of each inode.
         self._awaited: Counter[int] = Counter()
 
@@ -102,18 +100,25 @@ class Routes(OnHost):
         promise = self._by_name(pid, name)
         return None if promise is None else self._inodes.get(promise.content.ino)
 
+    def unkept(self, pid: int, name: Name, inode: Inode | None) -> Promise | None:
+        """Return the promise to a thread that comes again by a name which leads to another file by now. The
+        kernel does not tell by which name an open comes: the file may have several, or have lost it."""
+        promise = self.promises.get((pid, 0)) if pid else None
+        if promise is None or promise.looked_up or promise.is_old:
+            return None
+        if inode is None or promise.content.ino != inode.ino:
+            return promise
+        promise.name = name
+        return None
+
     def follow(self, pid: int, name: Name, inode: Inode) -> None:
         """Have a thread's open be promised the file that its name means now. One with O_RDONLY | O_TRUNC
         has emptied its file already. Raises OSError (ENOSPC, EMFILE)."""
-        if self.promised(pid, inode.ino) is not None or not inode.is_file:
+        promise = self._by_name(pid, name) or self.unkept(pid, name, inode)
+        if promise is None or self.promised(pid, inode.ino) or not inode.is_file:
             return
-        promise = self._by_name(pid, name)
-        if promise is None:
-            return
-        flags = promise.flags
-        if flags & (os.O_TRUNC | os.O_ACCMODE) != os.O_TRUNC | os.O_RDONLY:
-            content, cut = self._sharing.content_for(inode, flags)
-            self._promise(inode, flags, pid, name, promise.came_to, content, cut=cut)
+        if promise.flags & (os.O_TRUNC | os.O_ACCMODE) != os.O_TRUNC | os.O_RDONLY:
+            self.promise(inode, promise.flags, pid, None, name)
 
     def _by_name(self, pid: int, name: Name) -> Promise | None:
         slots = [(pid, 0)] if pid else [slot for slot in self.promises if not slot[0]]
@@ -164,7 +169,7 @@ class Routes(OnHost):
         bindable = content.state is not State.REPLACING or nameless
         if node.content is content if node.opens or node.promised else bindable:
             return content, cut
-        self._promise(inode, flags, pid, name, node, content, cut=cut).is_emptied = True
+        self.promise(inode, flags, pid, node, name, (content, cut)).is_emptied = True
         raise fail(errno.ESTALE)
 
     def comes_by_no_name(self, node: Node, flags: int) -> bool:
@@ -202,14 +207,31 @@ class Routes(OnHost):
     # -- promises --------------------------------------------------------------------------------
 
     def promise(
-        self, inode: Inode, flags: int, pid: int, came_to: Node | None, name: Name | None
-    ) -> None:
-        """Prepare the thread's second try, which comes by name, or to the same node."""
-        self._withdraw_stale()
-        content, cut = self._sharing.content_for(inode, flags)
-        if came_to is None or came_to.ino != inode.ino:
-            came_to = self.node_of(inode, 0)
-        self._promise(inode, flags, pid, name, came_to, content, cut=cut)
+        self,
+        inode: Inode,
+        flags: int,
+        pid: int,
+        came_to: Node | None,
+        name: Name | None,
+        chosen: tuple[Content, bool] | None = None,
+    ) -> Promise:
+        """Prepare the thread's second try, which comes by name, or to the same node: that finds a node for
+        the content, which may be `chosen` already. Return what it is promised."""
+        if chosen is None:
+            self._withdraw_stale()
+            chosen = self._sharing.content_for(inode, flags)
+        content, cut = chosen
+        self.withdraw(pid, inode.ino)
+        node = self._node_for(inode, content)
+        if not node.is_bound:
+            node.content = content
+        self._table.hold(content)
+        node.promised += 1
+        promise = Promise(name, came_to, node, content, flags, cut)
+        content.awaited += promise.joins
+        self.promises[_slot(pid, inode.ino)] = promise
+        self._awaited[inode.ino] += 1
+        return promise
 
     def promised(self, pid: int, ino: int) -> Promise | None:
         """Return the promise by which the thread's open of the inode was led to another node, if any."""
@@ -226,7 +248,17 @@ class Routes(OnHost):
 
     def withdraw(self, pid: int, ino: int) -> None:
         """Withdraw the thread's promise. If its number cannot be seen, only the one for this inode."""
-        self._withdraw(_slot(pid, ino))
+        promise = self._taken(_slot(pid, ino))
+        if promise is not None:
+            self.end(promise)
+
+    def missed(self, pid: int, name: Name) -> None:
+        """Note that a thread did not find a name: its promised open comes by that once more, or never."""
+        promise = self.promises.get((pid, 0))
+        if promise is not None and promise.looked_up:
+            self.withdraw(pid, 0)
+        elif promise is not None:
+            promise.name, promise.looked_up = name, True
 
     def end(self, promise: Promise) -> None:
         """End a promise: its open came, or never will."""
@@ -237,7 +269,7 @@ class Routes(OnHost):
         if not node.is_bound:
             self._host.idle(node)
 
-    def _taken(self, slot: _Slot) -> Promise | None:
+    def _taken(self, slot: tuple[int, int]) -> Promise | None:
         promise = self.promises.pop(slot, None)
         if promise is not None:
             ino = promise.content.ino
@@ -246,11 +278,6 @@ class Routes(OnHost):
                 del self._awaited[ino]
         return promise
 
-    def _withdraw(self, slot: _Slot) -> None:
-        promise = self._taken(slot)
-        if promise is not None:
-            self.end(promise)
-
     def _withdraw_stale(self) -> None:
         """Withdraw promises whose open has not come, the oldest first, so that nobody joins their
         contents."""
@@ -258,33 +285,8 @@ class Routes(OnHost):
         for number, (slot, promise) in enumerate(list(self.promises.items())):
             if number >= too_many and not promise.is_old:
                 return
-            self._withdraw(slot)
-
-    def _promise(
-        self,
-        inode: Inode,
-        flags: int,
-        pid: int,
-        name: Name | None,
-        came_to: Node,
-        content: Content,
-        *,
-        cut: bool,
-    ) -> Promise:
-        """Make the next lookup by this thread find a node for the content. Return what it is promised."""
-        slot = _slot(pid, inode.ino)
-        self._withdraw(slot)
-        node = self._node_for(inode, content)
-        if not node.is_bound:
-            node.content = content
-        self._table.hold(content)
-        node.promised += 1
-        promise = Promise(name, came_to, node, content, flags, cut)
-        content.awaited += promise.joins
-        self.promises[slot] = promise
-        self._awaited[inode.ino] += 1
-        return promise
+            self.withdraw(*slot)
 
 
-def _slot(pid: int, ino: int) -> _Slot:
+def _slot(pid: int, ino: int) -> tuple[int, int]:
     return (pid, 0) if pid else (0, ino)

@@ -103,13 +103,17 @@ class Shared(Coherence):
             self._beliefs.say(inode.ino, valid_s, name, attributes=False)
             self.attributes(answer, node, inode)
             return
-        whole = inode.ino not in self.namespace.damaged
-        whole = whole and not self._cache.looks.changes_unnoticed(node)
+        damaged = inode.ino in self.namespace.damaged
+        whole = not (damaged or self._cache.looks.changes_unnoticed(node))
         if whole:
             answer.attr_timeout = valid_s
         self._beliefs.say(inode.ino, valid_s, name, attributes=whole)
 
-    def made(self, answer: Answer, parent: int, name: bytes, node: Node, inode: Inode) -> None:
+    def made(
+        self, answer: Answer, parent: int, name: bytes, node: Node, inode: Inode, pid: int
+    ) -> None:
+        if self._trails.retries:
+            self._trails.forget(pid)  # an open that came again has made its file
         if not self._cache.routes.names_are_stable(inode.ino):
             return
         node.name = (parent, name)
@@ -162,6 +166,11 @@ class Shared(Coherence):
         if parent in self._exclusive and self._freshness.is_deferred_elsewhere(parent):
             return None
         inode = self.namespace.lookup(parent, name)
+        if self._promises and (inode is None or inode.is_file):
+            promise = self._cache.routes.unkept(pid, (parent, name), inode)
+            if promise is not None:
+                self._trails.expect(pid, {(parent, name)}, promise.flags)
+                return None  # find_fresh prepares it
         if inode is not None:
             if inode.is_dir and (
                 (inode.ino in self._exclusive and self._freshness.is_deferred_elsewhere(inode.ino))
@@ -191,10 +200,12 @@ class Shared(Coherence):
             step = TrailStep(parent.ino, name, inode.ino)
             inode = await self._lead_on(step, retry.flags, pid, None)
             if inode is not None:
+                # The kernel drops an entry that another program has put there, and asks again.
+                retry.left = max(retry.left, 2)
                 return inode
             inode = self._trails.find(step)
         if retry is not None and inode is not None and not inode.is_dir:
-            retry.names, retry.left = (), _LEADS_MAX
+            self._trails.expect(pid, (), retry.flags)
         if inode is None:
             self._trails.missed(pid)
             self._kernel_names.found((parent.ino, name), None)
@@ -226,12 +237,7 @@ class Shared(Coherence):
             return inode
         return None
 
-    async def freshen(self, inode: Inode) -> None:
-        await self._freshen(inode, content=False)
-
-    async def _freshen(self, inode: Inode, *, content: bool) -> bool:
-        """Have the namespace fresh. Return whether it was without asking. `content`: that of a small file
-        is wanted, too."""
+    async def freshen(self, inode: Inode, *, content: bool = False) -> bool:
         if self._freshness.is_fresh(inode):
             return True
         await detach()
@@ -242,23 +248,23 @@ class Shared(Coherence):
         way, empties = self._trails.take(pid), truncates(flags)
         node = self._nodes.by_id.get(node_id)
         name = _name_of(node, way.names)
-        if self._promises and node is not None and self._cache.routes.promised(pid, node.ino):
+        promise = self._cache.routes.promised(pid, node.ino) if self._promises and node else None
+        if promise is not None and promise.flags == flags:
             # It was settled, and counted, when the open came to the other node.
             node, inode = self._nodes.get(node_id)
-            inode = await self._refreshed(inode, content=not empties)
         else:
             if self._promises:
                 self._cache.routes.withdraw(pid, 0)  # it opens something else
             asked = self._inodes.get(node.ino) if node is not None else None
-            if asked is None and name is not None:
-                asked = self._inodes.get(name.parent)
-            if asked is None:
-                asked = self._inodes[ROOT_INO]
+            parent = name.parent if name is not None else ROOT_INO
+            asked = asked or self._inodes.get(parent) or self._inodes[ROOT_INO]
             private = bool(way.names) and way.names[-1].private
-            believed = private or await self._freshen(asked, content=not empties)
+            believed = private or await self.freshen(asked, content=not empties)
             try:
                 node, inode = self._nodes.get(node_id)
-                believed = believed or _is_known_by_its_name(node, inode)
+                # An open without a lookup came by the only name, or by none, and may be tried only once.
+                has_one = bool(inode.name) and not inode.more
+                believed = believed or (has_one and node.name == (inode.parent, inode.name))
                 believed = believed or self._cache.routes.comes_by_no_name(node, flags)
                 is_held = private or self._trails.hold(pid, way, inode.ino, believed=believed)
                 if not inode.nlink and not self._nodes.in_use(inode.ino):
@@ -268,14 +274,12 @@ class Shared(Coherence):
                         # Through a descriptor: the second try, the last one, comes to the same node.
                         await self._prepare(inode, flags, pid, node, None)
                     raise fail(errno.ESTALE)
-                if not empties:
-                    inode = await self._bring(inode)
-                    self._store.count_open(inode.extent)
-                inode = await self._refreshed(inode, content=not empties)
+                inode = await self.bring(inode, content=not empties, opens=True)
             except OSError as error:
                 if error.errno == errno.ESTALE and name is not None:
                     await self._lead_on(name, flags, pid, node)
-                    self._trails.expect(pid, way.names, name, flags)
+                    links = (step[:2] for step in way.names if step.link)
+                    self._trails.expect(pid, {name[:2], *links} if way.names else (), flags)
                 raise
         return node, inode, None if name is None else name[:2]
 
@@ -303,16 +307,14 @@ class Shared(Coherence):
         self, inode: Inode, flags: int, pid: int, came_to: Node | None, name: Name | None
     ) -> None:
         """Have a thread's second try find the file ready to be opened."""
-        if not truncates(flags):
-            inode = await self._bring(inode)
-            self._store.count_open(inode.extent)
+        inode = await self.bring(inode, content=not truncates(flags), opens=True)
         self._cache.routes.promise(inode, flags, pid, came_to, name)
 
     async def settle_names(self, node_id: int, pid: int, *, by_name: bool) -> tuple[Node, Inode]:
         way = self._trails.take(pid)
         if self._promises:
             self._cache.routes.withdraw(pid, 0)
-        fresh = await self._freshen(self._nodes.inode_of(node_id), content=False)
+        fresh = await self.freshen(self._nodes.inode_of(node_id))
         node, inode = self._nodes.get(node_id)
         if not self._trails.hold(pid, way, inode.ino, believed=fresh or not by_name):
             raise fail(errno.ESTALE)
@@ -323,7 +325,14 @@ class Shared(Coherence):
     ) -> Inode:
         if content:
             inode = await self._bring(inode)
-        inode = await self._refreshed(inode, content=content, cuts=cuts)
+        # What is written in place here may be older.
+        while self._cache.in_place.is_behind(inode):
+            await self._cache.in_place.refresh(inode.ino, opens=True, cuts=cuts)
+            before, inode = inode.version, self.namespace.inode(inode.ino)
+            if inode.version == before:
+                break
+            if content:
+                inode = await self._bring(inode)
         if content and opens:
             self._store.count_open(inode.extent)
         return inode
@@ -335,17 +344,6 @@ class Shared(Coherence):
         ):
             await detach()
             inode = await self._store.bring(inode.ino)
-        return inode
-
-    async def _refreshed(self, inode: Inode, *, content: bool, cuts: bool = False) -> Inode:
-        """Return an inode when the content written in place here is not older than its version, which with
-        `content` is on this host; that of a newer one is then fetched, too."""
-        while self._cache.in_place.is_behind(inode):
-            await self._cache.in_place.refresh(inode.ino, cuts=cuts)
-            now = self.namespace.inode(inode.ino)
-            if now.version == inode.version:
-                return now
-            inode = await self._bring(now) if content else now
         return inode
 
     # -- changes by programs of this host ----------------------------------------------------------
@@ -367,12 +365,6 @@ class Shared(Coherence):
 
     def count(self) -> dict[str, int]:
         return self._beliefs.count()
-
-
-def _is_known_by_its_name(node: Node, inode: Inode) -> bool:
-    """Return whether the only name of a file is the one that the kernel was told last. An open without a
-    lookup came by that, or by none; the kernel may try it only once."""
-    return bool(inode.name) and not inode.more and node.name == (inode.parent, inode.name)
 
 
 def _name_of(node: Node | None, names: Sequence[TrailStep]) -> TrailStep | None:

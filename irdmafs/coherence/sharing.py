@@ -55,9 +55,8 @@ class Sharing:
 
     def newest(self, inode: Inode) -> Content:
         """Return the content that truncate(2) by name changes."""
-        return self.to_share(
-            self._table.newest_private(inode.ino) or self.current_or_new(inode), inode
-        )
+        newest = self._table.newest_private(inode.ino) or self.current_or_new(inode)
+        return self.to_share(newest, inode)
 
     def content_for(self, inode: Inode, flags: int) -> tuple[Content, bool]:
         """Return the content that an open gets, and whether it is to be emptied. May begin a private one.

@@ -1,15 +1,14 @@
 """The names that a thread looked up, to be checked when it opens the file.
 
-In a cluster a name that is found in the replica is answered at once: a path of five names would take
-five round trips otherwise. The open that follows asks etcd once, and then every name that led to it must
-still lead to the same inode. If one does not, the open is answered ESTALE. The kernel then looks the path
-up again and tries a second time, the last one. So the second try must not be refused, although the name
-may lead to yet another file by then: the thread is promised a file that had the name after its open began
-(routes.py). If there is none when the open is refused, the lookups of the second try prepare what they find
-(`Retry`).
+A cluster's replica answers lookups at once: a path of five names would take five round trips otherwise. The
+open that follows asks etcd once, and then every name that led to it must still lead to the same inode. If
+one does not, the open is answered ESTALE: the kernel looks the path up again, and tries a second time, the
+last one. That must not be refused, although the name may lead to yet another file by then: the thread is
+promised a file that had the name after its open began (routes.py), or else what the lookups of its second
+try find (`Retry`).
 
-An open without a lookup before it comes by a name that the kernel believed. That is right under a
-directory lease; otherwise the kernel has to look again.
+An open without a lookup comes by a name that the kernel believed. That is right under a directory lease;
+otherwise the kernel has to look again.
 """
 
 import stat
@@ -24,6 +23,7 @@ from .kernel_cache import Name
 _THREADS_MAX = 4096
 _NAMES_MAX = 64
 _RETRY_LOOKUPS = 4
+_LOOKUPS_OF_ANY = 20
 
 
 class TrailStep(NamedTuple):
@@ -47,13 +47,13 @@ class Way(NamedTuple):
 
 @dataclass(slots=True, eq=False)
 class Retry:
-    """The second try of a refused open with `flags`. `names`: its name, and links on the way; none once a
-    link was found, which may lead to any. `left`: lookups of them: the kernel asks for the entry that it
-    has, and for those that replaced it. After that, or an open, the thread is doing something else."""
+    """The second try of a refused open with `flags`. `names`: its name, and links on the way; none, for
+    any, if it looked up none, or once it found a link. `left`: lookups of them: the kernel asks for the
+    entry that it has, and for those that replaced it. After that, or an open, this is over."""
 
     names: Collection[Name]
     flags: int
-    left: int = _RETRY_LOOKUPS
+    left: int
 
 
 class LookupTrails:
@@ -98,7 +98,7 @@ class LookupTrails:
         self._of.pop(pid, None)
         self._refused.pop(pid, None)
         if self.retries and (retry := self.retries.get(pid)) is not None:
-            retry.left = min(retry.left, 1) if retry.names else 0
+            retry.left = min(retry.left, 1)
 
     def hold(self, pid: int, way: Way, ino: int, *, believed: bool) -> bool:
         """Return whether the names by which this thread came lead to the inode in a replica that is fresh.
@@ -134,12 +134,12 @@ class LookupTrails:
         except OSError:  # the directory is gone
             return None
 
-    def expect(self, pid: int, names: Sequence[TrailStep], name: TrailStep, flags: int) -> None:
-        """Note that the thread's open by a name was refused."""
+    def expect(self, pid: int, names: Collection[Name], flags: int) -> None:
+        """Note that the thread's open by one of these names was refused; none: by any."""
         if len(self.retries) >= _THREADS_MAX:
             self.retries.clear()
         if pid:  # those that cannot be seen are taken for one
-            self.retries[pid] = Retry({name[:2], *(step[:2] for step in names if step.link)}, flags)
+            self.retries[pid] = Retry(names, flags, _RETRY_LOOKUPS if names else _LOOKUPS_OF_ANY)
 
     def retry(self, pid: int, name: Name) -> Retry | None:
         """Return the second try that a thread is at, by this name."""

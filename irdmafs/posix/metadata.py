@@ -79,8 +79,10 @@ class Metadata:
         node = self._cache.routes.node_of(inode, pid)
         node.lookups += 1
         answer = self.describe(node, inode)
-        believe = self._coherence.made if is_made else self._coherence.entry
-        believe(answer, parent, name, node, inode)
+        if is_made:
+            self._coherence.made(answer, parent, name, node, inode, pid)
+        else:
+            self._coherence.entry(answer, parent, name, node, inode)
         return answer
 
     def hidden(self, node: Node, inode: Inode) -> Attributes:

@@ -50,7 +50,7 @@ class Names(Part):
         if parent.xattrs and (link := self._since.find(parent, name)) is not None:
             return link
         if self._cache.routes.promises:
-            self._cache.routes.withdraw(pid, 0)  # its open that was to come again did not
+            self._cache.routes.missed(pid, (parent.ino, name))
         missing = Attributes()
         missing.entry_timeout = valid_s
         return missing

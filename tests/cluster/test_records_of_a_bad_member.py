@@ -15,17 +15,8 @@ from harness.mountpoint import eventually
 
 from irdmafs.backend.kv import Delete, Put
 from irdmafs.backend.kv.faults import Faults
+from irdmafs.backend.model import records
 from irdmafs.backend.model.policy import policy_of_rule
-from irdmafs.backend.model.records import (
-    ContentId,
-    Layout,
-    MountRecord,
-    NodeAddress,
-    decode,
-    encode,
-    key_of,
-    policy_key,
-)
 from irdmafs.backend.namespace import Inode, acl
 from irdmafs.backend.namespace.attributes import PLACEMENT, REPLICAS, STRIPE_SIZE
 from irdmafs.backend.namespace.inode import inode_key, name_key
@@ -41,10 +32,10 @@ SENSELESS: list[dict[str, Any]] = [
     {"mode": 1 << 33},
     {"mtime_ns": 1 << 63},
     {"version": -1},
-    {"size": 1 << 50, "layout": Layout(1, 1)},
-    {"size": 10, "layout": Layout(1, -1)},
-    {"size": 10, "layout": Layout(-1, 0)},
-    {"size": 10, "layout": Layout(1, 0, 0, 256)},
+    {"size": 1 << 50, "layout": records.Layout(1, 1)},
+    {"size": 10, "layout": records.Layout(1, -1)},
+    {"size": 10, "layout": records.Layout(-1, 0)},
+    {"size": 10, "layout": records.Layout(1, 0, 0, 256)},
 ]
 FIRST_INO = 1 << 40
 # Attributes of directories; the ACLs lack an entry, and the second one has no version.
@@ -63,7 +54,7 @@ NEWER_RULE = "zone=a orbit=geostationary"
 
 def senseless(ino: int, values: dict[str, Any], extent: int = 5 << 24 | 1) -> bytes:
     inode = Inode(ino, 0o100644, 0, 0, 1)
-    inode.extent, inode.version = ContentId(extent), 1
+    inode.extent, inode.version = records.ContentId(extent), 1
     for name, value in values.items():
         setattr(inode, name, value)
     return inode.encode()
@@ -78,7 +69,7 @@ def test_a_value_that_no_inode_has_is_damage(values: dict[str, Any]) -> None:
 @pytest.mark.parametrize("field", [b"\xa2\xff\xff", b"\x91" * 5000], ids=["not UTF-8", "deep"])
 def test_a_record_that_cannot_be_decoded_is_damage(field: bytes) -> None:
     faults = Faults()
-    assert faults.sound(b"m" + bytes(8), b"\xdc\x00\x08" + field * 8, MountRecord) is None
+    assert faults.sound(b"m" + bytes(8), b"\xdc\x00\x08" + field * 8, records.MountRecord) is None
     # The session that has written an inode is looked for in what is left of it.
     faults.add(inode_key(7), "it is damaged", field)
     assert "2 records" in faults.warnings()[0]
@@ -96,7 +87,7 @@ def test_nodes_and_mounts_go_on(cluster: Cluster) -> None:
     bad = {(here / f"file{number}").stat().st_ino: number for number in range(len(SENSELESS))}
 
     # First: the log has a few lines of such records at a time.
-    cluster.put([Put(policy_key(9), NEWER_RULE.encode())])
+    cluster.put([Put(records.policy_key(9), NEWER_RULE.encode())])
     inodes = (Inode.decode(ino, cluster.value(inode_key(ino)), 1) for ino in bad)
     lies = (senseless(one.ino, SENSELESS[bad[one.ino]], one.extent) for one in inodes)
     cluster.put([Put(inode_key(ino), lie) for ino, lie in zip(bad, lies, strict=True)])
@@ -164,11 +155,11 @@ def test_a_directory_below_itself_occupies_nobody(cluster: Cluster) -> None:
 
 def test_a_node_that_announces_a_store_in_a_mount_stops_no_mount(cluster: Cluster) -> None:
     (node,), mount = cluster.nodes, cluster.mounts[0]
-    key = key_of(b"n", node.node_id)
+    key = records.key_of(b"n", node.node_id)
     (mount.path / "store").mkdir()
-    known = decode(cluster.value(key), NodeAddress)
+    known = records.decode(cluster.value(key), records.NodeAddress)
     lie = msgspec.structs.replace(known, host=mount.name, store=f"{mount.path}/store")
-    cluster.put([Put(key, encode(lie))], "node")
+    cluster.put([Put(key, records.encode(lie))], "node")
     for number in range(3):
         (mount.path / f"later{number}").write_bytes(b"a" * 300_000)
         assert (mount.path / f"later{number}").read_bytes() == b"a" * 300_000

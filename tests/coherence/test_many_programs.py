@@ -4,6 +4,7 @@ IRDMAFS_SEED repeats a run, as far as the order of system calls can be repeated.
 the programs run before what they leave is looked at.
 """
 
+import itertools
 import json
 import os
 import subprocess
@@ -61,24 +62,13 @@ def run_programs(
     seconds: float = SECONDS,
 ) -> set[str]:
     """Return which steps failed with which errors."""
-    programs = [
-        subprocess.Popen(
-            [
-                sys.executable,
-                storm.__file__,
-                str(folder),
-                str(seed + 10 * host + number),
-                str(seconds),
-                files,
-                *steps,
-            ],
-            stdout=subprocess.PIPE,
-        )
-        for host, folder in enumerate(folders)
-        for number in range(count)
-    ]
+    begun = []
+    for number, folder in itertools.product(range(count), folders):
+        numbered = str(seed + 10 * folders.index(folder) + number), str(seconds)
+        command = [sys.executable, storm.__file__, str(folder), *numbered, files, *steps]
+        begun.append(subprocess.Popen(command, stdout=subprocess.PIPE))
     failures: set[str] = set()
-    for program in programs:
+    for program in begun:
         printed, _ = program.communicate(timeout=seconds + 60)
         # A mapped file that another program cut: as anywhere.
         assert program.returncode in (0, -7)

@@ -261,6 +261,12 @@ def test_what_left_the_cache_of_its_writer_is_opened_without_a_change(
         with own.open("r+b"), fails_with(errno.EFBIG):
             large.open("r+b").close()
         assert own.stat().st_mtime_ns == before
+        with own.open("r+b"):
+            (pair[0] / "own").write_bytes(pattern(2, 20 * MIB))
+            assert own.read_bytes() == pattern(2, 20 * MIB)
+            with fails_with(errno.EFBIG):
+                own.open("r+b").close()
+            own.open("wb").close()
     finally:
         mount.terminate()
 

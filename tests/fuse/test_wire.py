@@ -14,6 +14,9 @@ from collections import Counter
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager, contextmanager
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+from unittest.mock import AsyncMock
 
 import pytest
 import trio
@@ -23,12 +26,16 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from irdmafs.backend.model.clock import now_ns
+from irdmafs.backend.model.records import NO_CONTENT
+from irdmafs.backend.namespace import NewVersion
 from irdmafs.backend.store import embedded as store_node
 from irdmafs.backend.store.embedded import EmbeddedStore, embedded_store
 from irdmafs.callers.processes import Processes
+from irdmafs.coherence.beliefs import Beliefs
 from irdmafs.coherence.cache import Cache
 from irdmafs.coherence.content import Content
 from irdmafs.coherence.protocol import Coherence
+from irdmafs.coherence.shared import Shared
 from irdmafs.fuse import wire
 from irdmafs.fuse.connection import Connection, ProtocolError
 from irdmafs.fuse.counts import Counts
@@ -46,6 +53,7 @@ from irdmafs.posix.superblock import Superblock
 ROOT = 1
 NO_REPLY = (Opcode.FORGET, Opcode.BATCH_FORGET, Opcode.INTERRUPT)
 U32, U64 = 2**32 - 1, 2**64 - 1
+EMPTYING = os.O_WRONLY | os.O_TRUNC
 O_LARGEFILE = 0o100000  # of every open by a name
 
 DIRENT = struct.Struct("<QQII")
@@ -137,10 +145,20 @@ class Checked(KernelSession):
         super().fail(request, error)
 
 
+# A mount of a cluster that hears of each change at once, and whose kernel believes nothing.
+TOLD_AT_ONCE: Any = SimpleNamespace(
+    exclusive=(), is_fresh=lambda inode: True, is_missing=lambda directory, name: False,
+    believable_s=lambda directory, used=True: 0.0, path_valid_s=lambda directory: 0.0,
+    attributes_believable_s=lambda: 0.0,
+)  # fmt: skip
+
+
 class Served:
     """One store served by a session whose device is a file in memory: what it writes is read there."""
 
-    def __init__(self, store: EmbeddedStore, nursery: trio.Nursery, *, passthrough: bool) -> None:
+    def __init__(
+        self, store: EmbeddedStore, nursery: trio.Nursery, *, passthrough: bool, shared: bool
+    ) -> None:
         self.connection = connected(init_message(7, 40, (1 << 64) - 1))
         atimes = Atimes(MountOptions(), store.extents)
         self.tasks = Tasks()
@@ -152,6 +170,9 @@ class Served:
         )
         self.nodes = self.cache.nodes
         coherence = Coherence(store.namespace, self.cache)
+        if shared:
+            beliefs = Beliefs(store.namespace, self.nodes, self.notices)
+            coherence = Shared(store, TOLD_AT_ONCE, self.cache, beliefs)
         locking = Locking("local", store, self.cache.publisher, self.notices)
         block = Superblock(self.cache, coherence, atimes, MountOptions())
         filesystem = Filesystem(block, locking, dict, acls=False)
@@ -330,8 +351,9 @@ def open_files() -> int:
 
 
 @asynccontextmanager
-async def serving(mode: str = "cached") -> AsyncIterator[Served]:
-    """Serve a new store; afterwards it must be whole, and nothing may have been left open."""
+async def serving(mode: str = "cached", *, shared: bool = False) -> AsyncIterator[Served]:
+    """Serve a new store; afterwards it must be whole, and nothing may have been left open. `shared`: with
+    the coherence of a cluster."""
     backings = Ioctls()
     now_ns()  # the clock keeps a descriptor
     before = open_files()
@@ -351,7 +373,7 @@ async def serving(mode: str = "cached") -> AsyncIterator[Served]:
             trio.open_nursery() as telling,
             trio.open_nursery() as nursery,
         ):
-            served = Served(store, nursery, passthrough=mode != "cached")
+            served = Served(store, nursery, passthrough=mode != "cached", shared=shared)
             telling.start_soon(served.tasks.run)
             yield served
             for unique in list(served.session.waiting.by_unique):
@@ -686,12 +708,11 @@ async def test_open_that_never_came_back_for_a_file_since_removed_hurts_no_other
     async with serving(mode) as served:
         for name in (b"file", b"other"):
             write_whole(served, name, b"weights")
-        truncating = os.O_WRONLY | os.O_TRUNC
-        assert opened(served, lookup(served, b"file"), truncating)[0] == errno.ESTALE
+        assert opened(served, lookup(served, b"file"), EMPTYING)[0] == errno.ESTALE
         assert served.request(Opcode.UNLINK, ROOT, b"file\0")[0] == 0
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr("irdmafs.coherence.routes._MAX_AGE_S", -1)
-            assert opened(served, lookup(served, b"other"), truncating)[0] == errno.ESTALE
+            assert opened(served, lookup(served, b"other"), EMPTYING)[0] == errno.ESTALE
 
 
 @pytest.mark.parametrize(
@@ -704,8 +725,7 @@ async def test_an_open_whose_name_means_another_busy_file_at_its_second_try_gets
     async with serving(mode) as served:
         new, old = busy(served, b"new", flags), busy(served, b"file", flags)
         assert opened(served, old, flags)[0] == errno.ESTALE
-        renaming = wire.RENAME_IN.pack(ROOT) + b"new\0file\0"
-        assert served.request(Opcode.RENAME, ROOT, renaming)[0] == 0
+        rename(served, b"new", b"file")
         error, fh = opened(served, lookup(served, b"file"), flags)
         assert error == 0
         assert served.nodes.handles[fh].node.ino == served.nodes.by_id[new].ino
@@ -716,16 +736,98 @@ async def test_an_open_whose_name_means_another_busy_file_at_its_second_try_gets
 def busy(served: Served, name: bytes, flags: int) -> int:
     """Make a file, and return a node of it that cannot show what an open by `flags` gets."""
     node_id = write_whole(served, name, b"old")
-    emptying = os.O_WRONLY | os.O_TRUNC
     assert opened(served, node_id, os.O_RDONLY, pid=1)[0] == 0
     if flags & os.O_TRUNC:
         return node_id
-    assert opened(served, node_id, emptying, pid=2)[0] == errno.ESTALE
+    assert opened(served, node_id, EMPTYING, pid=2)[0] == errno.ESTALE
     other = lookup(served, name, pid=2)
-    _, fh = opened(served, other, emptying, pid=2)
+    _, fh = opened(served, other, EMPTYING, pid=2)
     if flags & os.O_ACCMODE == os.O_RDONLY:
         close(served, other, fh)
     return node_id
+
+
+def rename(served: Served, old: bytes, new: bytes) -> None:
+    body = wire.RENAME_IN.pack(ROOT) + old + b"\0" + new + b"\0"
+    assert served.request(Opcode.RENAME, ROOT, body, pid=1)[0] == 0
+
+
+def look_for_removed(served: Served, name: bytes) -> None:
+    """Have an open that empties a file come too late, and not find it when it comes again."""
+    removed = write_whole(served, name, b"weights")
+    assert served.request(Opcode.UNLINK, ROOT, name + b"\0", pid=1)[0] == 0
+    assert opened(served, removed, EMPTYING)[0] == errno.ESTALE
+    assert lookup(served, name) == 0
+
+
+@pytest.mark.parametrize("shared", [False, True])
+@pytest.mark.parametrize("lookups", [0, 1])
+async def test_an_open_by_a_believed_name_finds_what_replaces_it(
+    shared: bool, lookups: int
+) -> None:
+    """The last name of the file that the kernel asked for is another one."""
+    async with serving("passthrough", shared=shared) as served:
+        write_whole(served, b"new", b"weights")
+        node_id = write_whole(served, b"file", b"weights")
+        linking = wire.LINK_IN.pack(node_id) + b"link\0"
+        assert served.request(Opcode.LINK, ROOT, linking, pid=1)[0] == 0
+        assert opened(served, node_id, EMPTYING)[0] == errno.ESTALE
+        for _ in range(lookups):
+            lookup(served, b"file")
+        rename(served, b"new", b"file")
+        assert opened(served, lookup(served, b"file"), EMPTYING)[0] == 0
+
+
+@pytest.mark.parametrize("shared", [False, True])
+async def test_an_open_finds_what_others_make_while_it_looks_its_name_up_again(
+    shared: bool,
+) -> None:
+    """The kernel asks for the entry that it has, for that of another program, and once more."""
+    async with serving("passthrough", shared=shared) as served:
+        write_whole(served, b"new", b"weights")
+        look_for_removed(served, b"file")
+        rename(served, b"new", b"file")
+        found = lookup(served, b"file")
+        assert lookup(served, b"file") == found
+        assert opened(served, found, EMPTYING)[0] == 0
+
+
+async def test_an_open_after_one_that_found_nothing_fetches_what_it_reads() -> None:
+    async with serving("passthrough", shared=True) as served:
+        new = write_whole(served, b"new", b"weights")
+        look_for_removed(served, b"file")
+        rename(served, b"new", b"file")
+        fetch = AsyncMock(side_effect=served.store.namespace.inode)
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(served.store, "bring", fetch)
+            patch.setattr(served.store, "is_here", lambda extent: False)
+            reading = wire.OPEN_IN.pack(os.O_RDONLY, 0)
+            served.send(message(Opcode.OPEN, lookup(served, b"file"), reading, unique=1))
+            await served.finish()
+        fetch.assert_awaited_once_with(new)
+
+
+async def test_a_file_that_was_made_after_a_miss_shows_its_size() -> None:
+    async with serving("passthrough", shared=True) as served:
+        look_for_removed(served, b"file")
+        write_whole(served, b"file", b"weights")
+        _, entry = served.request(Opcode.LOOKUP, ROOT, b"file\0")
+        assert wire.ENTRY_OUT.unpack(entry)[7] == len(b"weights")
+
+
+async def test_second_try_finds_a_file_whose_newest_version_is_lost_with_its_name(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Another host has published and removed it, and a program here writes it in place."""
+    async with serving("passthrough", shared=True) as served:
+        node_id = busy(served, b"file", os.O_WRONLY)
+        [_, writer] = served.nodes.handles.values()
+        served.request(Opcode.FLUSH, writer.node.id, wire.FLUSH_IN.pack(writer.fh, 1))
+        assert opened(served, node_id, os.O_WRONLY)[0] == errno.ESTALE
+        await served.store.publish(NewVersion(writer.node.ino, NO_CONTENT, 0, 0, 0))
+        assert served.request(Opcode.UNLINK, ROOT, b"file\0", pid=1)[0] == 0
+        monkeypatch.setattr(served.store, "bring", AsyncMock(side_effect=OSError(errno.ESTALE, "")))
+        assert opened(served, lookup(served, b"file"), os.O_WRONLY)[0] == 0
 
 
 @pytest.mark.parametrize("mode", ["passthrough", "cached"])
@@ -734,10 +836,9 @@ async def test_a_creation_ends_the_second_try_of_an_open(mode: str) -> None:
     async with serving(mode) as served:
         node_id = write_whole(served, b"file", b"weights")
         write_whole(served, b"other", b"weights")
-        emptying = os.O_WRONLY | os.O_TRUNC | os.O_CREAT
-        assert opened(served, node_id, emptying)[0] == errno.ESTALE
+        assert opened(served, node_id, EMPTYING)[0] == errno.ESTALE
         assert served.request(Opcode.UNLINK, ROOT, b"file\0", pid=1)[0] == 0
-        create(served, b"file", emptying)
+        create(served, b"file", EMPTYING | os.O_CREAT)
         _, entry = served.request(Opcode.LOOKUP, ROOT, b"other\0")
         assert wire.ENTRY_OUT.unpack(entry)[7] == len(b"weights")
 

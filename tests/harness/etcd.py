@@ -117,17 +117,10 @@ class Etcd:
             else (free_port(host.address), free_port(host.address))
             for host in hosts
         ]
-        self.endpoints = [
-            f"{host.address}:{client}" for host, (client, _) in zip(hosts, self._ports, strict=True)
-        ]
-        all_members = ",".join(
-            f"{host.name}={self._scheme}://{host.address}:{peer}"
-            for host, (_, peer) in zip(hosts, self._ports, strict=True)
-        )
-        self.members = [
-            self._member(host, ports, all_members)
-            for host, ports in zip(hosts, self._ports, strict=True)
-        ]
+        own = [*zip(hosts, self._ports, strict=True)]
+        self.endpoints = [f"{host.address}:{client}" for host, (client, _) in own]
+        peers = [f"{host.name}={self._scheme}://{host.address}:{peer}" for host, (_, peer) in own]
+        self.members = [self._member(host, ports, ",".join(peers)) for host, ports in own]
 
     @property
     def endpoint(self) -> str:

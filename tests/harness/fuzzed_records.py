@@ -6,19 +6,9 @@ from typing import Any
 import msgspec
 from hypothesis import strategies as st
 
+from irdmafs.backend.model import records as forms
 from irdmafs.backend.model.lock_claims import Claim, Entry
 from irdmafs.backend.model.placement import Targets
-from irdmafs.backend.model.records import (
-    CertificateRecord,
-    Epoch,
-    GroupConfig,
-    MountRecord,
-    NodeAddress,
-    NodeRecord,
-    Report,
-    Settings,
-    encode,
-)
 from irdmafs.backend.namespace import Inode
 from irdmafs.backend.namespace.inode import DAMAGED_INO, FIRST_VIRTUAL_INO
 
@@ -65,16 +55,16 @@ def _a_file(ino: int = 9) -> bytes:
 # A sound record of each kind that has fields.
 _SOUND: dict[int, bytes] = {
     ord("i"): _a_file(),
-    ord("m"): encode(MountRecord("host", "/mnt", 7, "0.2", "name", "mount", bytes(32))),
-    ord("L"): encode(Entry(False, (Claim(0, 1, 5, 9),), (Claim(1, 0, 0, 2**62),), True, 4)),
-    ord("c"): encode(Settings(1, "id", 2, 8, 1 << 30, 3)),
-    ord("N"): encode(NodeRecord("up", 1.0, {"zone": "a"})),
-    ord("n"): encode(NodeAddress("::1", 5, 6, ["tcp"], "h", "/s", 9, 8, "0.2")),
-    ord("g"): encode(GroupConfig(3, (1, 2), (3,))),
-    ord("T"): encode(Targets("for", (1, 2), 2, bytes([0, 0, 1, 0]))),
-    ord("K"): encode(CertificateRecord("name", "mount", 7, 1, 2)),
-    ord("E"): encode(Epoch(0, "", 0)),
-    ord("R"): encode(Report(0, 1, 0, 1.0)),
+    ord("m"): forms.encode(forms.MountRecord("host", "/mnt", 7, "0.2", "name", "mount", bytes(32))),
+    ord("L"): forms.encode(Entry(False, (Claim(0, 1, 5, 9),), (Claim(1, 0, 0, 2**62),), True, 4)),
+    ord("c"): forms.encode(forms.Settings(1, "id", 2, 8, 1 << 30, 3)),
+    ord("N"): forms.encode(forms.NodeRecord("up", 1.0, {"zone": "a"})),
+    ord("n"): forms.encode(forms.NodeAddress("::1", 5, 6, ["tcp"], "h", "/s", 9, 8, "0.2")),
+    ord("g"): forms.encode(forms.GroupConfig(3, (1, 2), (3,))),
+    ord("T"): forms.encode(Targets("for", (1, 2), 2, bytes([0, 0, 1, 0]))),
+    ord("K"): forms.encode(forms.CertificateRecord("name", "mount", 7, 1, 2)),
+    ord("E"): forms.encode(forms.Epoch(0, "", 0)),
+    ord("R"): forms.encode(forms.Report(0, 1, 0, 1.0)),
 }
 
 

@@ -11,20 +11,10 @@ from typing import Any, NamedTuple, Self, TypeVar
 
 import pytest
 import trio
+from harness import shared_namespaces as shared
 from harness.etcd_server import EtcdKeys, EtcdServer, new_prefix
 from harness.models.namespace import DIRECTORY, FILE, NamespaceAgainstModel, Thing
 from harness.seeds import chosen_seed
-from harness.shared_namespaces import (
-    HostNamespace,
-    Lagging,
-    Mirror,
-    Worker,
-    all_at_once,
-    error_of,
-    everything,
-    host,
-    hosts,
-)
 from hypothesis import HealthCheck, settings
 from hypothesis.stateful import rule, run_state_machine_as_test
 from trio.testing import wait_all_tasks_blocked
@@ -80,20 +70,20 @@ async def test_loading_anew_after_lost_events_tells_exactly_what_differs(keys: E
     """The last half of what happened is lost to one host, and made up for by loading everything."""
     seed = chosen_seed()
 
-    async with host(keys) as namespace:
+    async with shared.host(keys) as namespace:
         engine = namespace.engine
         assert isinstance(engine, EtcdEngine)
-        worker = Worker(namespace, random.Random(seed))
-        behind = HostNamespace(engine)
+        worker = shared.Worker(namespace, random.Random(seed))
+        behind = shared.HostNamespace(engine)
         behind.tree.load((), 0)
         for _ in range(4):
             await worker.work(40)
             revision, records = await engine.snapshot(b"", b"\xff")
             prefixes = behind.tree.prefixes
-            mirror = Mirror(behind)
+            mirror = shared.Mirror(behind)
             behind.tree.load([r for r in records if r.key.startswith(prefixes)], revision)
             mirror.expect_equal()
-            assert everything(behind) == everything(namespace)
+            assert shared.everything(behind) == shared.everything(namespace)
             # Nothing is different now.
             told: list[object] = []
             behind.listener = _Telling(told)
@@ -140,7 +130,7 @@ async def test_a_host_whose_events_were_compacted_away_catches_up_and_tells_what
     compacted_keys: EtcdKeys,
 ) -> None:
     async with (
-        host(compacted_keys) as other,
+        shared.host(compacted_keys) as other,
         LosesEvents(compacted_keys.endpoints, compacted_keys.prefix) as engine,
         trio.open_nursery() as nursery,
     ):
@@ -148,10 +138,10 @@ async def test_a_host_whose_events_were_compacted_away_catches_up_and_tells_what
             await other.create(ROOT_INO, name, FILE, 0, 0)
         place = await other.create(ROOT_INO, b"place", DIRECTORY, 0, 0)
         late = engine.late = trio.Event()
-        namespace = HostNamespace(engine)
+        namespace = shared.HostNamespace(engine)
         replica = namespace.hub
         await replica.start(nursery)
-        mirror = Mirror(namespace)
+        mirror = shared.Mirror(namespace)
         namespace.held = lambda ino: ino == gone.ino
         gone = await other.unlink(ROOT_INO, b"goes")
         await other.rename(ROOT_INO, b"moves", place.ino, b"moved", 0)
@@ -163,11 +153,11 @@ async def test_a_host_whose_events_were_compacted_away_catches_up_and_tells_what
         mirror.expect_equal()
         assert namespace.inode(gone.ino).nlink == 0
         namespace.tree.drop(gone.ino)
-        assert everything(namespace) == everything(other)
+        assert shared.everything(namespace) == shared.everything(other)
         # And it goes on from there.
         await other.create(place.ino, b"later", FILE, 0, 0)
         await replica.barrier()
-        assert everything(namespace) == everything(other)
+        assert shared.everything(namespace) == shared.everything(other)
         nursery.cancel_scope.cancel()
 
 
@@ -252,7 +242,7 @@ async def test_a_barrier_that_fails_fails_for_all_who_share_it() -> None:
 
     async with trio.open_nursery() as nursery:
         nursery.start_soon(open_the_gate)
-        ends = await all_at_once(*(replica.barrier() for _ in range(5)))
+        ends = await shared.all_at_once(*(replica.barrier() for _ in range(5)))
     assert ends == ["ETIMEDOUT"] * 5
     assert engine.asked <= 2
 
@@ -279,7 +269,7 @@ async def test_a_revision_that_does_not_come_is_waited_for_only_so_long(keys: Et
         engine.calls.timeout_s = 0.1
         replica = Replica(engine, ())
         await replica.start(nursery)
-        assert await error_of(replica.wait_applied(2**60)) == "ETIMEDOUT"
+        assert await shared.error_of(replica.wait_applied(2**60)) == "ETIMEDOUT"
         nursery.cancel_scope.cancel()
 
 
@@ -319,12 +309,12 @@ class TrioThread:
 class NamespaceOnEtcd(NamespaceAgainstModel):
     """Two hosts take turns; each is up to date only as far as its operations see to it."""
 
-    namespace: HostNamespace
+    namespace: shared.HostNamespace
 
     def __init__(self, server: EtcdServer) -> None:
         super().__init__()
         self.trio = TrioThread()
-        two = hosts(EtcdKeys(server, new_prefix()), 2, Lagging)
+        two = shared.hosts(EtcdKeys(server, new_prefix()), 2, shared.Lagging)
         self.hosts = self.run(self.trio.contexts.enter_async_context(two))
         self.turn = 0
         self.choose_host()

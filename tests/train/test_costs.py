@@ -8,21 +8,10 @@ from typing import Any
 from unittest.mock import Mock
 
 import pytest
+from harness import training_runs as runs
 from harness.cluster_mount import CLUSTER
 from harness.clusters import LONG_LEASE_S, Cluster, Plan, counters
 from harness.mountpoint import NOT_BLOCKING, Mount, eventually
-from harness.training_runs import (
-    fetched,
-    model,
-    newest,
-    ones,
-    parameters,
-    put_all,
-    reduce,
-    reduce_until,
-    same_bits,
-    start,
-)
 
 from irdmafs.train import Reducer, Worker
 from irdmafs.train.directory import TrainDirectory
@@ -36,7 +25,7 @@ PLAN = Plan(nodes=1, mounts=2, replicas=1, lease_ttl_s=LONG_LEASE_S)
 
 def test_planning_fetches_no_push(cluster: Cluster) -> None:
     worker_at, planned_at = cluster.mounts
-    run = start(worker_at.path / "planned", model(), shards=3)
+    run = runs.start(worker_at.path / "planned", runs.model(), shards=3)
     there = planned_at.path / "planned"
     with Worker(run, "w") as worker, Reducer(there) as reducer:
         reducer._take_parts()
@@ -44,7 +33,7 @@ def test_planning_fetches_no_push(cluster: Cluster) -> None:
         assert coordinator is not None
         # It reads the files of the run itself.
         assert not coordinator.step(train.config(), train.newest_plan(), None)
-        worker.push(ones())
+        worker.push(runs.ones())
         before = counters(planned_at)
         eventually(
             lambda: coordinator.step(train.config(), train.newest_plan(), None), "a plan is made"
@@ -58,7 +47,7 @@ def test_planning_fetches_no_push(cluster: Cluster) -> None:
 
 def test_push_after_the_first_makes_no_files(cluster: Cluster) -> None:
     """They lie in the files of the last one that has counted."""
-    run = start(cluster.mounts[0].path / "again", model(), shards=3)
+    run = runs.start(cluster.mounts[0].path / "again", runs.model(), shards=3)
 
     def numbers() -> set[int]:
         (push,) = train.push.iterdir()
@@ -66,32 +55,32 @@ def test_push_after_the_first_makes_no_files(cluster: Cluster) -> None:
 
     train = TrainDirectory(run)
     with Worker(run, "w") as worker, Reducer(run) as reducer:
-        worker.push(ones())
+        worker.push(runs.ones())
         first = numbers()
         # A reducer on another host than the node's leaves it time to have one of its own.
-        reduce_until(reducer, lambda: newest(run) == 1, "the push counts")
-        reduce(reducer)
-        worker.push(ones())
+        runs.reduce_until(reducer, lambda: runs.newest(run) == 1, "the push counts")
+        runs.reduce(reducer)
+        worker.push(runs.ones())
         assert numbers() == first
-        reduce_until(reducer, lambda: newest(run) == 2, "the next push counts")
+        runs.reduce_until(reducer, lambda: runs.newest(run) == 2, "the next push counts")
     assert not list(train.staging.iterdir())
 
 
 def test_parameters_that_came_ahead_of_the_version_are_not_fetched_again(cluster: Cluster) -> None:
     worker_at, reduced_at = cluster.mounts
-    run = start(worker_at.path / "ahead", model(), shards=3)
+    run = runs.start(worker_at.path / "ahead", runs.model(), shards=3)
     with Worker(run, "w") as worker, Reducer(reduced_at.path / "ahead") as reducer:
         worker.pull()
-        push = put_all(worker, ones())
-        reduce_until(reducer, lambda: fetched(worker), "the shards are here")
+        push = runs.put_all(worker, runs.ones())
+        runs.reduce_until(reducer, lambda: runs.fetched(worker), "the shards are here")
         push.finish()
-        reduce_until(reducer, lambda: newest(run) == 1, "the version is made")
+        runs.reduce_until(reducer, lambda: runs.newest(run) == 1, "the version is made")
         # Its plan is read, too.
         assert worker.train.newest_plan().version == 1
         before = counters(worker_at)["fetched_files"]
         pulled = worker.pull(timeout_s=30)
         assert counters(worker_at)["fetched_files"] == before
-        assert same_bits(pulled, parameters(run))
+        assert runs.same_bits(pulled, runs.parameters(run))
 
 
 def test_parts_of_others_are_asked_for_only_while_no_version_comes(
@@ -99,7 +88,7 @@ def test_parts_of_others_are_asked_for_only_while_no_version_comes(
 ) -> None:
     """Each question about a lock is one to etcd."""
     here, there = (mount.path / "asked" for mount in cluster.mounts)
-    start(here, model(), shards=3)
+    runs.start(here, runs.model(), shards=3)
     asked = Mock(side_effect=Lock.hold)
     monkeypatch.setattr(Lock, "hold", lambda *of: asked(*of))
 
@@ -123,24 +112,26 @@ def test_parts_of_others_are_asked_for_only_while_no_version_comes(
         before = [counters(mount)["lock_transactions"] for mount in cluster.mounts]
         assert asks(waits) == 2
         assert before == [counters(mount)["lock_transactions"] for mount in cluster.mounts]
-        worker.push(ones())
-        reduce_until(works, lambda: newest(here) == 1, "a version")
+        worker.push(runs.ones())
+        runs.reduce_until(works, lambda: runs.newest(here) == 1, "a version")
         eventually(lambda: sees(waits, 1), "it is seen")
         assert asks(waits) == 0
         assert asks(waits) == 2
 
 
 def test_who_takes_over_knows_the_version_that_came_while_it_did_not_look(cluster: Cluster) -> None:
-    run = start(cluster.mounts[0].path / "taken", model(), shards=1)
+    run = runs.start(cluster.mounts[0].path / "taken", runs.model(), shards=1)
     with Worker(run, "w") as worker, Reducer(run) as second:
         with Reducer(run) as first:
-            reduce_until(first, lambda: len(first._locks) == 2, "it coordinates and has the part")
+            runs.reduce_until(
+                first, lambda: len(first._locks) == 2, "it coordinates and has the part"
+            )
             second.step()
-            worker.push(ones())
-            reduce_until(first, lambda: newest(run) == 1, "the push counts")
+            worker.push(runs.ones())
+            runs.reduce_until(first, lambda: runs.newest(run) == 1, "the push counts")
         worker.pull()
-        worker.push(ones())  # on the base of version 1
-        reduce_until(second, lambda: newest(run) == 2, "the next push counts")
+        worker.push(runs.ones())  # on the base of version 1
+        runs.reduce_until(second, lambda: runs.newest(run) == 2, "the next push counts")
         worker.pull()
 
 
@@ -182,10 +173,10 @@ def test_use_of_a_mount_costs_the_same_with_a_run_on_it(new_mount: Callable[...,
         before = costs()
         while (again := costs()) != before:
             before = again
-        run = start(mount.path / "run")
+        run = runs.start(mount.path / "run")
         with Reducer(run) as reducer, Worker(run, "w") as worker:
-            worker.push(ones())
-            reduce_until(reducer, lambda: newest(run) == 1, "a version is made")
+            worker.push(runs.ones())
+            runs.reduce_until(reducer, lambda: runs.newest(run) == 1, "a version is made")
             worker.pull(timeout_s=60)
             # A mount gives up what it has not used for a while, and others may ask how it is.
             eventually(lambda: costs() == before, f"it costs {before} again", 60)

@@ -7,16 +7,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from harness.training_runs import (
-    BF16,
-    newest,
-    ones,
-    parameters,
-    push_and_reduce,
-    start,
-    state_of,
-    zeros,
-)
+from harness import training_runs as runs
 from safetensors import safe_open
 
 from irdmafs.train import Reducer, TrainConfig, Worker
@@ -27,11 +18,11 @@ def kept(run: Path) -> Sequence[str]:
     """Return the names of the arrays that the newest version has beside its parameters."""
     train = TrainDirectory(run)
     (shard,) = train.layout.shards
-    path = state_of(train.version(newest(run)), shard)
+    path = runs.state_of(train.version(runs.newest(run)), shard)
     if not path.exists():
         return []
     with safe_open(path, "np") as file:
-        assert file.metadata()["version"] == str(newest(run))
+        assert file.metadata()["version"] == str(runs.newest(run))
         return sorted(file.keys())
 
 
@@ -41,25 +32,25 @@ def kept(run: Path) -> Sequence[str]:
         (np.float32, {"rule": "sum"}, []),
         (np.float16, {"rule": "sum"}, ["master"]),
         (np.float32, {"rule": "adamw", "lr": 0.1}, ["exp_avg", "exp_avg_sq"]),
-        (BF16, {"rule": "adamw", "lr": 0.1}, ["exp_avg", "exp_avg_sq", "master"]),
+        (runs.BF16, {"rule": "adamw", "lr": 0.1}, ["exp_avg", "exp_avg_sq", "master"]),
     ],
 )
 def test_only_what_is_kept_has_a_file(
     run: Path, dtype: type, config: dict[str, Any], expected: Sequence[str]
 ) -> None:
-    start(run, {name: value.astype(dtype) for name, value in zeros().items()}, **config)
+    runs.start(run, {name: value.astype(dtype) for name, value in runs.zeros().items()}, **config)
     with Worker(run, "w") as worker, Reducer(run) as reducer:
         assert kept(run) == expected
         for step in (1, 2):
-            push_and_reduce(reducer, worker, ones())
-            assert newest(run) == step
+            runs.push_and_reduce(reducer, worker, runs.ones())
+            assert runs.newest(run) == step
             assert kept(run) == expected
 
 
 def test_rule_that_is_changed_begins_with_zeros(run: Path) -> None:
     """Whatever lies in the files that are written anew."""
     config = TrainConfig(rule="sgd", lr=1.0, workers=1, keep=2)
-    start(run, rule="sgd", lr=1.0, workers=1, keep=2)
+    runs.start(run, rule="sgd", lr=1.0, workers=1, keep=2)
     train = TrainDirectory(run)
     expected = 0.0
     with Worker(run, "w") as worker, Reducer(run) as reducer:
@@ -69,9 +60,9 @@ def test_rule_that_is_changed_begins_with_zeros(run: Path) -> None:
             reducer._found = None
             change = 0.0
             for _ in range(4):
-                push_and_reduce(reducer, worker, ones())
+                runs.push_and_reduce(reducer, worker, runs.ones())
                 change = momentum * change + 1
                 expected -= change
                 worker.pull()
-                assert parameters(run)["norm"].tolist() == [expected] * 3
+                assert runs.parameters(run)["norm"].tolist() == [expected] * 3
                 assert kept(run) == (["momentum"] if momentum else [])

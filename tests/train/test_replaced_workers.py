@@ -8,16 +8,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
-from harness.training_runs import (
-    everywhere,
-    newest,
-    ones,
-    parameters,
-    put_all,
-    reduce,
-    reduce_until,
-    start,
-)
+from harness import training_runs as runs
 
 from irdmafs.client import _files
 from irdmafs.train import Reducer, Refused, TrainConfig, Worker, begin, directory, end
@@ -33,9 +24,9 @@ def lose_lock(worker: Worker) -> None:
 
 def stopped_in_a_push(folder: Path) -> Worker:
     """Return a worker that has written all of a push, and has not published it."""
-    start(folder, shards=3)
+    runs.start(folder, shards=3)
     worker = Worker(folder, "a")
-    put_all(worker, ones(1))._threads.shutdown()
+    runs.put_all(worker, runs.ones(1))._threads.shutdown()
     lose_lock(worker)
     return worker
 
@@ -47,24 +38,24 @@ def staged(folder: Path) -> list[str]:
 def test_worker_that_was_replaced_while_it_pushed_publishes_nothing(
     run: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    start(run, shards=3, sync="async")
+    runs.start(run, shards=3, sync="async")
     stopped = Worker(run, "a")
-    push = put_all(stopped, ones(1))
+    push = runs.put_all(stopped, runs.ones(1))
     lose_lock(stopped)
     with Reducer(run) as reducer, Worker(run, "a") as worker:
-        worker.push(ones(2), weight=3)
+        worker.push(runs.ones(2), weight=3)
         # It looked at its lock just before.
         with monkeypatch.context() as patch:
             patch.setattr(Lock, "is_held", True)
             with pytest.raises(OSError):
                 push.finish()
             with pytest.raises(FileNotFoundError):
-                stopped.push(ones(4))
-        reduce(reducer)
-        assert everywhere(run, 6)
-        assert worker.push(ones(1)) == 2
-        reduce(reducer)
-    assert everywhere(run, 7)
+                stopped.push(runs.ones(4))
+        runs.reduce(reducer)
+        assert runs.everywhere(run, 6)
+        assert worker.push(runs.ones(1)) == 2
+        runs.reduce(reducer)
+    assert runs.everywhere(run, 7)
 
 
 def test_removed_push_is_not_published_half(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -93,52 +84,52 @@ def test_removed_push_is_not_published_half(run: Path, monkeypatch: pytest.Monke
 
 
 def test_two_workers_of_one_name_do_not_mix_their_shards(run: Path) -> None:
-    start(run, shards=3)
+    runs.start(run, shards=3)
     stopped = Worker(run, "a")
     push = stopped.begin_push()
-    push.put("norm", ones(8)["norm"])
+    push.put("norm", runs.ones(8)["norm"])
     lose_lock(stopped)
     with Reducer(run) as reducer, Worker(run, "a") as worker:
-        other = put_all(worker, ones(2))
-        push.put("embedding", ones(8)["embedding"])
+        other = runs.put_all(worker, runs.ones(2))
+        push.put("embedding", runs.ones(8)["embedding"])
         other.finish()
         push.abort()
-        reduce(reducer)
-        assert everywhere(run, 2)
+        runs.reduce(reducer)
+        assert runs.everywhere(run, 2)
 
 
 @pytest.mark.parametrize("shards", [1, 3])
 def test_worker_that_was_cut_off_goes_on_if_nobody_has_its_place(run: Path, shards: int) -> None:
-    start(run, shards=shards)
+    runs.start(run, shards=shards)
     with Worker(run, "a") as worker, Reducer(run) as reducer:
-        worker.push(ones(1))
-        reduce(reducer)
+        worker.push(runs.ones(1))
+        runs.reduce(reducer)
         lose_lock(worker)
-        reduce_until(
+        runs.reduce_until(
             reducer, lambda: not os.listdir(run / ".train" / "workers"), "it is taken for dead"
         )
-        assert worker.push(ones(1)) == 2
-        reduce(reducer)
-    assert everywhere(run, 2)
+        assert worker.push(runs.ones(1)) == 2
+        runs.reduce(reducer)
+    assert runs.everywhere(run, 2)
 
 
 @pytest.mark.parametrize("shards", [1, 3])
 def test_worker_whose_place_was_taken_is_told(run: Path, shards: int) -> None:
-    start(run, shards=shards)
+    runs.start(run, shards=shards)
     stopped = Worker(run, "a")
     lose_lock(stopped)
     with Worker(run, "a"), pytest.raises(Refused, match="is taking part in"):
-        stopped.push(ones(1))
+        stopped.push(runs.ones(1))
     with Worker(run, "a") as worker:
-        worker.push(ones(1))
+        worker.push(runs.ones(1))
     with pytest.raises(Refused, match="another worker has pushed as 'a'"):
-        stopped.push(ones(1))
+        stopped.push(runs.ones(1))
     stopped = Worker(run, "b")
     lose_lock(stopped)
     end(run)
     begin(run, TrainConfig(), shards=shards + 1)
     with pytest.raises(Refused, match="another training has begun"):
-        stopped.push(ones(1))
+        stopped.push(runs.ones(1))
 
 
 @pytest.mark.parametrize("again", [True, False])
@@ -150,28 +141,30 @@ def test_what_a_killed_worker_had_begun_to_push_is_removed(run: Path, again: boo
             with Worker(run, "a"):
                 assert len(staged(run)) == 2
         else:
-            reduce_until(reducer, lambda: len(staged(run)) == 1, "the dead worker's are removed")
-        other.push(ones(1))
-        reduce_until(reducer, lambda: newest(run) == 1, "the other's push counts")
+            runs.reduce_until(
+                reducer, lambda: len(staged(run)) == 1, "the dead worker's are removed"
+            )
+        other.push(runs.ones(1))
+        runs.reduce_until(reducer, lambda: runs.newest(run) == 1, "the other's push counts")
     assert staged(run) == []
 
 
 @pytest.mark.parametrize("shards", [1, 3])
 def test_place_of_worker_that_ended_is_free_for_one_of_another_name(run: Path, shards: int) -> None:
-    start(run, workers=2, shards=shards)
+    runs.start(run, workers=2, shards=shards)
     with Reducer(run) as reducer, Worker(run, "a") as a:
         with Worker(run, "b") as b, Worker(run, "c") as c:
-            a.push(ones(1))
-            b.push(ones(1))
-            reduce(reducer)
+            a.push(runs.ones(1))
+            b.push(runs.ones(1))
+            runs.reduce(reducer)
             with pytest.raises(Refused, match="'c' is a worker too many: 2 take part"):
-                c.push(ones(1))
+                c.push(runs.ones(1))
         with Worker(run, "c") as c:
-            a.push(ones(1))
-            c.push(ones(1))
-            reduce(reducer)
-        assert newest(run) == 2
-    assert everywhere(run, 4)
+            a.push(runs.ones(1))
+            c.push(runs.ones(1))
+            runs.reduce(reducer)
+        assert runs.newest(run) == 2
+    assert runs.everywhere(run, 4)
 
 
 @contextmanager
@@ -198,11 +191,11 @@ def tidy_up(reducer: Reducer) -> None:
 
 def test_part_of_a_reducer_that_was_replaced_is_not_published_half(run: Path) -> None:
     """Its rename to the version is on its way while the directory that it is in is removed."""
-    start(run)
+    runs.start(run)
     train = TrainDirectory(run)
     with Worker(run, "a") as worker, Reducer(run) as stopped:
-        worker.push(ones(1))
-        reduce(stopped)
+        worker.push(runs.ones(1))
+        runs.reduce(stopped)
         (home,) = train.ahead.iterdir()
         (home / "2").mkdir()
         (home / "2" / "file").write_text("")
@@ -216,7 +209,7 @@ def test_part_of_a_reducer_that_was_replaced_is_not_published_half(run: Path) ->
                 os.rename(opened.path / "2", train.next / "half")
 
         with removed_slowly(inode, publish) as removed, Reducer(run) as other:
-            reduce(other)
+            runs.reduce(other)
             tidy_up(other)
         assert removed
     assert not os.listdir(train.aside)
@@ -225,15 +218,15 @@ def test_part_of_a_reducer_that_was_replaced_is_not_published_half(run: Path) ->
 def test_push_that_has_counted_is_taken_back_whole_or_removed(run: Path) -> None:
     """A worker that was taken for dead takes it back, to write its next push there, while a coordinator
     removes it."""
-    start(run, shards=3)
+    runs.start(run, shards=3)
     train = TrainDirectory(run)
     with Reducer(run) as reducer:
         with Worker(run, "a") as worker:
-            worker.push(ones(1))
+            worker.push(runs.ones(1))
             (push,) = os.listdir(train.push)
             inode = (train.push / push).stat().st_ino
-            reduce(reducer)
-            assert newest(run) == 1
+            runs.reduce(reducer)
+            assert runs.newest(run) == 1
             assert os.listdir(train.push) == [push]
 
         def take_back() -> None:
@@ -241,7 +234,7 @@ def test_push_that_has_counted_is_taken_back_whole_or_removed(run: Path) -> None
                 os.rename(train.push / push, train.staging / push)
 
         with removed_slowly(inode, take_back) as removed:
-            reduce_until(reducer, lambda: not os.listdir(train.push), "it is put aside")
+            runs.reduce_until(reducer, lambda: not os.listdir(train.push), "it is put aside")
             tidy_up(reducer)
         assert removed
 
@@ -250,7 +243,7 @@ def test_part_that_was_published_in_spite_of_an_error_is_not_written_any_more(
     run: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The answer to its rename was lost, and a push is removed, so that the version is planned again."""
-    start(run, shards=3, sync="quorum:1")
+    runs.start(run, shards=3, sync="quorum:1")
     rename = _files.rename
     lost: list[Path] = []
 
@@ -261,16 +254,16 @@ def test_part_that_was_published_in_spite_of_an_error_is_not_written_any_more(
             raise OSError(errno.EIO, "Input/output error")
 
     with Worker(run, "a") as worker, Reducer(run) as reducer:
-        worker.push(ones(1))
+        worker.push(runs.ones(1))
         with monkeypatch.context() as patch:
             patch.setattr(_files, "rename", lose_answer)
             with pytest.raises(OSError, match="Input/output"):
-                reduce(reducer)
+                runs.reduce(reducer)
         (published,) = lost
         part = reducer._parts[published.name]
         made = part._open_folders(1)
         written = {os.stat(one.path).st_ino for one in (made.params, made.state)}
         assert written.isdisjoint(path.stat().st_ino for path in published.rglob("*"))
-        reduce(reducer)
-        assert newest(run) == 1
-    assert all(bool((array == 1).all()) for array in parameters(run).values())
+        runs.reduce(reducer)
+        assert runs.newest(run) == 1
+    assert all(bool((array == 1).all()) for array in runs.parameters(run).values())

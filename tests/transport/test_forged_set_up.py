@@ -25,19 +25,9 @@ from test_strangers import frame
 from irdmafs.backend.transport import Extent, FileRange, Target
 from irdmafs.backend.transport.messages import Answer, Request
 from irdmafs.backend.transport.peers import Peers
+from irdmafs.backend.transport.verbs import messages
 from irdmafs.backend.transport.verbs.devices import Route
 from irdmafs.backend.transport.verbs.library import Library
-from irdmafs.backend.transport.verbs.messages import (
-    QUEUE_PAIRS_MAX,
-    Attach,
-    Attached,
-    Detach,
-    Expose,
-    Exposed,
-    QueueEnd,
-    Release,
-    Reserve,
-)
 from irdmafs.backend.transport.verbs.path import Path as VerbsPath
 from irdmafs.backend.transport.verbs.queue import Broken, Piece, QueuePair
 from irdmafs.backend.transport.verbs.rdma import Adapter, Choice, Rdma
@@ -63,17 +53,17 @@ class Party:
     async def ask(self, request: Request) -> Answer:
         return await self.path.control.ask(request, Answer)
 
-    async def expose(self) -> Exposed:
-        exposed = await self.ask(Expose(SECRET, 0, LENGTH))
-        assert isinstance(exposed, Exposed)
+    async def expose(self) -> messages.Exposed:
+        exposed = await self.ask(messages.Expose(SECRET, 0, LENGTH))
+        assert isinstance(exposed, messages.Exposed)
         return exposed
 
-    async def reserve(self) -> Exposed:
-        reserved = await self.ask(Reserve(COMING, TARGET, LENGTH, LENGTH, 0))
-        assert isinstance(reserved, Exposed)
+    async def reserve(self) -> messages.Exposed:
+        reserved = await self.ask(messages.Reserve(COMING, TARGET, LENGTH, LENGTH, 0))
+        assert isinstance(reserved, messages.Exposed)
         return reserved
 
-    async def move(self, way: str, given: Exposed, number: int | None = None) -> None:
+    async def move(self, way: str, given: messages.Exposed, number: int | None = None) -> None:
         """Between the file and the node's memory, by this party's queue pair. Raises Broken."""
         async with registered(self.path.adapter.regions, self.file) as mine:
             piece = Piece(mine.address(0), LENGTH, mine.key, given.address, given.key, number)
@@ -188,9 +178,9 @@ def test_handles_and_queue_pairs_of_others_cannot_be_given_up(memory: Path) -> N
     async def attack(scene: Scene) -> None:
         control = scene.attacker.path.control
         for handle in range(max(scene.exposed.handle, scene.reserved.handle) + 3):
-            await control.say(Release(handle))
-        for pair in range(QUEUE_PAIRS_MAX):
-            await control.say(Detach(pair))
+            await control.say(messages.Release(handle))
+        for pair in range(messages.QUEUE_PAIRS_MAX):
+            await control.say(messages.Detach(pair))
         await scene.attacker.peers.ping(1)
         assert scene.service(1).leftovers
 
@@ -206,10 +196,10 @@ def test_a_queue_pair_that_is_somebody_elses_brings_no_bytes(memory: Path, whose
         theirs = scene.victim.path.pair.end() if whose == "the victim's" else scene.node_end
         (lane,) = (await lanes(scene.attacker.peers))._lanes
         rail, other = lane.other, 1
-        attached = await scene.attacker.ask(Attach(theirs, other, rail.name, rail.gid))
-        assert isinstance(attached, Attached)
-        exposed = await scene.attacker.ask(Expose(SECRET, 0, LENGTH, other))
-        assert isinstance(exposed, Exposed)
+        attached = await scene.attacker.ask(messages.Attach(theirs, other, rail.name, rail.gid))
+        assert isinstance(attached, messages.Attached)
+        exposed = await scene.attacker.ask(messages.Expose(SECRET, 0, LENGTH, other))
+        assert isinstance(exposed, messages.Exposed)
         # The right is the other queue pair's, which nobody here can use.
         with pytest.raises(Broken, match=r"REM_(ACCESS|OP|INV_REQ)_ERR"):
             await scene.attacker.move("read", exposed)
@@ -223,7 +213,7 @@ def test_a_right_is_over_for_its_owner_too_once_it_was_given_up(memory: Path) ->
 
     async def attack(scene: Scene) -> None:
         mine = await scene.attacker.expose()
-        await scene.attacker.path.control.say(Release(mine.handle))
+        await scene.attacker.path.control.say(messages.Release(mine.handle))
         await scene.attacker.peers.ping(1)
         with pytest.raises(Broken, match=r"REM_(ACCESS|OP|INV_REQ)_ERR"):
             await scene.attacker.move("read", mine)
@@ -232,12 +222,12 @@ def test_a_right_is_over_for_its_owner_too_once_it_was_given_up(memory: Path) ->
 
 
 @pytest.fixture
-def connected(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[QueueEnd]]:
+def connected(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[messages.QueueEnd]]:
     """Whom queue pairs of this process were connected to."""
-    ends: list[QueueEnd] = []
+    ends: list[messages.QueueEnd] = []
     connect = QueuePair.connect
 
-    def connecting(pair: QueuePair, peer: QueueEnd, patience_s: float) -> None:
+    def connecting(pair: QueuePair, peer: messages.QueueEnd, patience_s: float) -> None:
         ends.append(peer)
         connect(pair, peer, patience_s)
 
@@ -247,7 +237,10 @@ def connected(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[QueueEnd]]:
 
 @pytest.mark.parametrize("what", ["injected", "repeated", "changed for it", "changed for us"])
 async def test_who_is_on_the_way_of_the_set_up_attaches_nothing(
-    memory: Path, certificates: dict[str, Credentials], connected: list[QueueEnd], what: str
+    memory: Path,
+    certificates: dict[str, Credentials],
+    connected: list[messages.QueueEnd],
+    what: str,
 ) -> None:
     need_ports()
     data = random_bytes(LENGTH)
@@ -262,7 +255,9 @@ async def test_who_is_on_the_way_of_the_set_up_attaches_nothing(
         changes += 1
         return passed[:-1] + bytes([passed[-1] ^ 1])
 
-    async def attack(cluster: Place, relay: Relay, victim: Peers, forged: QueueEnd) -> None:
+    async def attack(
+        cluster: Place, relay: Relay, victim: Peers, forged: messages.QueueEnd
+    ) -> None:
         if what.startswith("changed"):
             relay.change = change
         source = cluster.file("source", data)
@@ -270,7 +265,7 @@ async def test_who_is_on_the_way_of_the_set_up_attaches_nothing(
         for content in (1, 2):
             await at_last(partial(write, Extent(content, 0), TARGET))
             if what == "injected":
-                said = frame(Attach(forged, 0, "rxe0/1", forged.gid))
+                said = frame(messages.Attach(forged, 0, "rxe0/1", forged.gid))
                 await relay.passages[-1].speak(TO_NODE, said)
             elif what == "repeated":
                 await relay.passages[-1].speak(TO_NODE, bytes(relay.passages[0].passed[TO_NODE]))

@@ -315,38 +315,27 @@ def _conflict(held: _Zone, other: _Zone) -> Violation:
 # -- workers ------------------------------------------------------------------------------------
 
 
+@dataclass
 class Worker:
     """One process's work on one mount. Only `writes` of its names may be opened for writing, so that
     no two processes of a host write one file at a time: they would share a working copy."""
 
-    def __init__(
-        self,
-        *,
-        worker: int,
-        workers: int,
-        host: str,
-        directory: str,
-        names: Sequence[str],
-        writes: Sequence[str],
-        seed: int,
-        log: str,
-        pause_s: float,
-        largest_bytes: int = LARGEST_BYTES,
-        operations: int | None = None,
-        final: bool = False,
-    ) -> None:
-        self._worker = worker
-        self._workers = workers
-        self._host = host
-        self._directory = directory
-        self._names = names
-        self._writes = writes
-        self._random = random.Random(f"{seed} {worker}")
-        self._log = open(log, "w", buffering=1)  # noqa: SIM115 (as long as the process)
-        self._pause_s = pause_s
-        self._largest_bytes = largest_bytes
-        self._final = final
-        self._limit = math.inf if operations is None else operations
+    worker: int
+    workers: int
+    host: str
+    directory: str
+    names: Sequence[str]
+    writes: Sequence[str]
+    seed: int
+    log: str
+    pause_s: float = 0.02
+    largest_bytes: int = LARGEST_BYTES
+    operations: float = math.inf
+    final: bool = False
+
+    def __post_init__(self) -> None:
+        self._random = random.Random(f"{self.seed} {self.worker}")
+        self._log = open(self.log, "w", buffering=1)  # noqa: SIM115 (as long as the process)
         self._number = 0
         self._tiny: dict[tuple[str, int], int] = defaultdict(int)
         self._folder: int | None = None
@@ -354,21 +343,21 @@ class Worker:
 
     def run(self) -> None:
         """Work until standard input ends, or `operations` are done; `final`: read each name once."""
-        for path in self._names if self._final else ():
+        for path in self.names if self.final else ():
             self._number += 1
             self._read(path)
-        while not self._final and self._number < self._limit and not self._told_to_stop():
+        while not self.final and self._number < self.operations and not self._told_to_stop():
             self._number += 1
-            if not self._writes or self._random.random() < 0.25:
-                self._read(self._random.choice(self._names))
+            if not self.writes or self._random.random() < 0.25:
+                self._read(self._random.choice(self.names))
             else:
-                path = self._random.choice(self._writes)
+                path = self._random.choice(self.writes)
                 kinds: list[Kind] = ["write", "replace", "unlink", "create"]
                 self._change(self._random.choices(kinds, (50, 25, 15, 10))[0], path)
         self._log.close()
 
     def _told_to_stop(self) -> bool:
-        pause_s = self._random.uniform(0, self._pause_s)
+        pause_s = self._random.uniform(0, self.pause_s)
         return bool(select.select([sys.stdin], [], [], pause_s)[0])
 
     def _read(self, path: str) -> None:
@@ -409,7 +398,7 @@ class Worker:
             elif kind == "replace":
                 folder = self._open_folder()
                 self._remove_leftovers(folder)
-                new = f".new-{self._worker}-{self._number}"
+                new = f".new-{self.worker}-{self._number}"
                 self._leftovers.append(new)
                 self._write(new, content, os.O_CREAT | os.O_EXCL)
                 start = time.monotonic_ns()
@@ -450,15 +439,15 @@ class Worker:
         return start
 
     def _content(self, path: str) -> bytes:
-        size = int(math.exp(self._random.uniform(0, math.log(self._largest_bytes))))
+        size = int(math.exp(self._random.uniform(0, math.log(self.largest_bytes))))
         if size < HEADER_BYTES:
             count = self._tiny[path, size]
             self._tiny[path, size] += 1
-            content = tiny_content(self._worker, self._workers, count, size)
+            content = tiny_content(self.worker, self.workers, count, size)
             if content is not None:
                 return content
             size = HEADER_BYTES
-        return content_of(self._worker, self._number, size)
+        return content_of(self.worker, self._number, size)
 
     # While nothing is mounted the mountpoint is an empty directory. The folder in between tells an
     # absent name from an absent filesystem.
@@ -466,7 +455,7 @@ class Worker:
     def _open_folder(self) -> int:
         if self._folder is None:
             try:
-                self._folder = os.open(self._directory, os.O_PATH | os.O_DIRECTORY)
+                self._folder = os.open(self.directory, os.O_PATH | os.O_DIRECTORY)
             except FileNotFoundError:
                 raise OSError(errno.ENOTCONN, "nothing is mounted") from None
         return self._folder
@@ -477,9 +466,9 @@ class Worker:
     def _begin(self, kind: Kind, path: str, value: str | None) -> Operation:
         now = time.monotonic_ns()
         operation = Operation(
-            *(self._worker, self._number, self._host, kind, path, now, now, math.inf, "unknown"),
+            *(self.worker, self._number, self.host, kind, path, now, now, math.inf, "unknown"),
             value=value,
-            final=self._final,
+            final=self.final,
         )
         self._record(operation)
         return operation
@@ -517,44 +506,30 @@ class Workers(Closing):
         mounts: dict[str, Path],
         logs: Path,
         *,
-        seed: int,
         names: int = 12,
         writers: int = 1,
         readers: int = 1,
-        pause_s: float = 0.02,
-        largest_bytes: int = LARGEST_BYTES,
-        operations: int | None = None,
+        **each: Any,
     ) -> None:
-        """`operations`: how many each does; None: until `stop`."""
+        """`each`: what every worker is told, its seed, and how many operations it does before `stop`."""
         logs.mkdir(exist_ok=True)
         self._names = [f"file{i}" for i in range(names)]
         self._mounts = mounts
         self._logs = logs
-        self._seed = seed
-        self._largest_bytes = largest_bytes
+        self._each = each
         self._processes: list[subprocess.Popen[bytes]] = []
-        each = writers + readers
-        self._workers = each * len(mounts)
-        for place, (host, directory) in enumerate(mounts.items()):
-            for i in range(each):
-                self._start(
-                    worker=place * each + i,
-                    host=host,
-                    directory=str(directory),
-                    writes=self._names[i::writers] if i < writers else [],
-                    pause_s=pause_s,
-                    operations=operations,
-                )
+        count = writers + readers
+        self._workers = count * len(mounts)
+        for place, host in enumerate(mounts):
+            for i in range(count):
+                writes = self._names[i::writers] if i < writers else []
+                self._start(place * count + i, host, writes)
 
-    def _start(self, worker: int, **arguments: Any) -> None:
-        arguments |= {
-            "worker": worker,
-            "workers": self._workers,
-            "names": self._names,
-            "seed": self._seed,
-            "log": str(self._logs / f"worker{worker}.jsonl"),
-            "largest_bytes": self._largest_bytes,
-        }
+    def _start(self, worker: int, host: str, writes: list[str], **other: Any) -> None:
+        arguments = self._each | other
+        arguments |= {"worker": worker, "workers": self._workers, "names": self._names}
+        arguments |= {"host": host, "directory": str(self._mounts[host]), "writes": writes}
+        arguments["log"] = str(self._logs / f"worker{worker}.jsonl")
         command = [sys.executable, __file__, json.dumps(arguments)]
         # A session of its own: Ctrl-C is for whoever started them, and ends them in order.
         self._processes.append(
@@ -582,15 +557,8 @@ class Workers(Closing):
 
     def final_reads(self) -> None:
         """Read every name on every mount, after everything. Raises TimeoutError."""
-        for i, (host, directory) in enumerate(self._mounts.items()):
-            self._start(
-                worker=self._workers + i,
-                host=host,
-                directory=str(directory),
-                writes=[],
-                pause_s=0,
-                final=True,
-            )
+        for i, host in enumerate(self._mounts):
+            self._start(self._workers + i, host, [], pause_s=0, final=True)
         self.stop()
 
     def operations(self) -> list[Operation]:
