@@ -7,24 +7,16 @@ import pwd
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field, fields, replace
 from functools import cache
-from typing import (
-    TYPE_CHECKING,
-    Annotated,
-    Any,
-    Literal,
-    NamedTuple,
-    get_args,
-    get_origin,
-    get_type_hints,
-)
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypeVar, get_args
 
-from .backend.model.options import Option
+from .backend.model.options import declare
 from .backend.model.values import ConfigError
 from .backend.observe.logs import LogLevel
 
 if TYPE_CHECKING:
     from .backend.cluster.config import ClusterConfig
 
+T = TypeVar("T")
 SessionName = Literal["auto", "kernel", "pyfuse3"]
 # The hosts on which the locks of a mount hold: all of its cluster, this one only, or none.
 LockScope = Literal["cluster", "local", "refuse"]
@@ -86,65 +78,71 @@ class Value(NamedTuple):
     help: str
 
 
+def _option(default: T, form: Switch | Value) -> T:
+    """Return the field of an option with this default."""
+    made: T = field(default=default, metadata={"form": form})
+    return made
+
+
 @dataclass(frozen=True, slots=True)
 class MountOptions:
     """The options of ``-o``. Sizes are in bytes."""
 
-    read_only: Annotated[bool, Switch("ro", "rw", "refuse changes")] = False
-    allow_other: Annotated[
-        bool, Switch("allow_other", None, "let other users than the one who mounted enter")
-    ] = False
-    acl: Annotated[
-        bool, Switch("acl", "noacl", "keep POSIX ACLs and have the kernel check them")
-    ] = True
-    uid: Annotated[
-        int | None, Value(_parse_user, "a user id or name", "show this user as every owner")
-    ] = None
-    gid: Annotated[
-        int | None, Value(_parse_group, "a group id or name", "show this group as every group")
-    ] = None
-    umask: Annotated[
-        int | None,
-        Value(_parse_umask, "an octal mask such as 022", "take these bits off every mode shown"),
-    ] = None
-    dev: Annotated[bool, Switch("dev", "nodev", "let device files open devices")] = False
-    suid: Annotated[
-        bool, Switch("suid", "nosuid", "obey set-user-id, set-group-id and file capabilities")
-    ] = False
-    exec: Annotated[bool, Switch("exec", "noexec", "let programs be run")] = True
-    noatime: Annotated[bool, Switch("noatime", "atime", "keep access times as they are")] = False
-    nodiratime: Annotated[
-        bool, Switch("nodiratime", "diratime", "keep access times of directories as they are")
-    ] = False
-    sync: Annotated[
-        bool, Switch("sync", "async", "writes are synchronous, changes of names as with dirsync")
-    ] = False
-    dirsync: Annotated[
-        bool, Switch("dirsync", None, "changes of names are stored before they are answered")
-    ] = False
-    nonempty: Annotated[bool, Switch("nonempty", None, "allow a mountpoint that is not empty")] = (
-        False
+    read_only: bool = _option(False, Switch("ro", "rw", "refuse changes"))
+    allow_other: bool = _option(
+        False, Switch("allow_other", None, "let other users than the one who mounted enter")
     )
-    fsname: Annotated[
-        str, Value(_parse_name, "a name", "the source that the mount table shows")
-    ] = "irdmafs"
-    locks: Annotated[
-        LockScope,
+    acl: bool = _option(
+        True, Switch("acl", "noacl", "keep POSIX ACLs and have the kernel check them")
+    )
+    uid: int | None = _option(
+        None, Value(_parse_user, "a user id or name", "show this user as every owner")
+    )
+    gid: int | None = _option(
+        None, Value(_parse_group, "a group id or name", "show this group as every group")
+    )
+    umask: int | None = _option(
+        None,
+        Value(_parse_umask, "an octal mask such as 022", "take these bits off every mode shown"),
+    )
+    dev: bool = _option(False, Switch("dev", "nodev", "let device files open devices"))
+    suid: bool = _option(
+        False, Switch("suid", "nosuid", "obey set-user-id, set-group-id and file capabilities")
+    )
+    exec: bool = _option(True, Switch("exec", "noexec", "let programs be run"))
+    noatime: bool = _option(False, Switch("noatime", "atime", "keep access times as they are"))
+    nodiratime: bool = _option(
+        False, Switch("nodiratime", "diratime", "keep access times of directories as they are")
+    )
+    sync: bool = _option(
+        False, Switch("sync", "async", "writes are synchronous, changes of names as with dirsync")
+    )
+    dirsync: bool = _option(
+        False, Switch("dirsync", None, "changes of names are stored before they are answered")
+    )
+    nonempty: bool = _option(
+        False, Switch("nonempty", None, "allow a mountpoint that is not empty")
+    )
+    fsname: str = _option(
+        "irdmafs", Value(_parse_name, "a name", "the source that the mount table shows")
+    )
+    locks: LockScope = _option(
+        "cluster",
         Value(
             {scope: scope for scope in get_args(LockScope)}.__getitem__,
             "cluster, local or refuse",
             "where locks hold: on every host of the cluster, on this one only, or nowhere (ENOLCK)",
         ),
-    ] = "cluster"
-    isolation: Annotated[
-        bool,
+    )
+    isolation: bool = _option(
+        True,
         Value(
             {"on": True, "off": False}.__getitem__,
             "on or off",
             "truncating a published file begins a version of its own, and other hosts see a new file with "
             "its first version",
         ),
-    ] = True
+    )
 
 
 class DeclaredOption(NamedTuple):
@@ -158,11 +156,8 @@ class DeclaredOption(NamedTuple):
 @cache
 def mount_options() -> tuple[DeclaredOption, ...]:
     """Return all options of ``-o`` in the order of their declaration."""
-    hints = get_type_hints(MountOptions, include_extras=True)
     return tuple(
-        DeclaredOption(one.name, one.default, get_args(hints[one.name])[1])
-        for one in fields(MountOptions)
-        if get_origin(hints[one.name]) is Annotated
+        DeclaredOption(one.name, one.default, one.metadata["form"]) for one in fields(MountOptions)
     )
 
 
@@ -179,13 +174,12 @@ def switches_of(options: MountOptions) -> set[str]:
 class MountFlags:
     """Settings of a mount that are given by flags alone."""
 
-    session: Annotated[SessionName, Option("How to talk to the kernel")] = "auto"
-    foreground: Annotated[bool, Option("Stay; Ctrl-C unmounts", short="-f")] = False
-    log_level: Annotated[LogLevel, Option("How much to log")] = "info"
-    log_file: Annotated[
-        str | None,
-        Option("Where to log", "FILE", "irdmafs.log in the store, or stderr in the foreground"),
-    ] = None
+    session: SessionName = declare("auto", "How to talk to the kernel")
+    foreground: bool = declare(False, "Stay; Ctrl-C unmounts", short="-f")
+    log_level: LogLevel = declare("info", "How much to log")
+    log_file: str | None = declare(
+        None, "Where to log", "FILE", "irdmafs.log in the store, or stderr in the foreground"
+    )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

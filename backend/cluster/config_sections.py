@@ -3,11 +3,11 @@
 import os
 import re
 import socket
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
-from ..model.options import Option
+from ..model.options import declare
 from ..model.values import ConfigError, Seconds, Size, split_host_port
 from ..observe.logs import LogFormat, LogLevel
 
@@ -21,15 +21,16 @@ ETCD_PORT = 2379
 STREAMS_MAX = 64
 RDMA_QUEUE_PAIRS_MAX = 4
 _ROLE = "{role}"
+_HOST_NAME: Any = socket.gethostname  # made when a section is
 
 RdmaMode = Literal["auto", "off", "require"]
 
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}", re.ASCII)
 # Options by the commands that have them as flags, and files, which no command has.
-_serve = partial(Option, commands=("serve",))
-_mount = partial(Option, commands=("mount",))
-_rdma = partial(Option, commands=("mount", "serve", "doctor"))
-_file = partial(Option, is_path=True)
+_serve = partial(declare, commands=("serve",))
+_mount = partial(declare, commands=("mount",))
+_rdma = partial(declare, commands=("mount", "serve", "doctor"))
+_file = partial(declare, is_path=True)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -38,47 +39,33 @@ class ClusterSection:
 
     "{role}" in paths of certificates and keys stands for the role, so one file serves all processes."""
 
-    name: Annotated[str, _serve("The cluster's name", "NAME")] = "default"
-    etcd: Annotated[
-        tuple[str, ...], _serve("Where etcd listens", "HOST:PORT[,...]", commas=True)
-    ] = ()
-    etcd_ca: Annotated[str | None, _file("CA of etcd's certificate: talk TLS to etcd")] = None
-    etcd_cert: Annotated[str | None, _file("This process's certificate towards etcd")] = None
-    etcd_key: Annotated[str | None, _file("Its key")] = None
-    ca: Annotated[str | None, _file("CA of the certificates of nodes and mounts")] = None
-    cert: Annotated[str | None, _file("This process's certificate towards nodes and mounts")] = None
-    key: Annotated[str | None, _file("Its key")] = None
-    nodes: Annotated[
-        tuple[str, ...],
-        _mount(
-            "Store nodes by which a reader reaches the cluster; it does not talk to etcd",
-            "HOST:PORT[,...]",
-            commas=True,
-        ),
-    ] = ()
-    insecure: Annotated[
-        bool,
-        _serve(
-            "Without credentials, talk over the network all the same: anybody may read and write"
-        ),
-    ] = False
-    rdma: Annotated[
-        RdmaMode,
-        _rdma(
-            "Move parameters by RDMA verbs: where it can be done, never, or refuse to start without"
-        ),
-    ] = "auto"
-    rdma_device: Annotated[
-        str | None,
-        _rdma("Only through these RDMA devices", "NAME,...", "all on a network with the peer"),
-    ] = None
-    gid_index: Annotated[
-        int | None, _rdma("Only with this entry of the device's GID table", "N")
-    ] = None
-    rdma_threshold: Annotated[Size, Option("Extents from this size on move by RDMA")] = Size(
-        64 << 10
+    name: str = _serve("default", "The cluster's name", "NAME")
+    etcd: tuple[str, ...] = _serve((), "Where etcd listens", "HOST:PORT[,...]", commas=True)
+    etcd_ca: str | None = _file(None, "CA of etcd's certificate: talk TLS to etcd")
+    etcd_cert: str | None = _file(None, "This process's certificate towards etcd")
+    etcd_key: str | None = _file(None, "Its key")
+    ca: str | None = _file(None, "CA of the certificates of nodes and mounts")
+    cert: str | None = _file(None, "This process's certificate towards nodes and mounts")
+    key: str | None = _file(None, "Its key")
+    nodes: tuple[str, ...] = _mount(
+        (),
+        "Store nodes by which a reader reaches the cluster; it does not talk to etcd",
+        "HOST:PORT[,...]",
+        commas=True,
     )
-    rdma_queue_pairs: Annotated[int, Option("Queue pairs for each pair of RDMA ports")] = 1
+    insecure: bool = _serve(
+        False, "Without credentials, talk over the network all the same: anybody may read and write"
+    )
+    rdma: RdmaMode = _rdma(  # noqa: RUF009 - a field
+        "auto",
+        "Move parameters by RDMA verbs: where it can be done, never, or refuse to start without",
+    )
+    rdma_device: str | None = _rdma(
+        None, "Only through these RDMA devices", "NAME,...", "all on a network with the peer"
+    )
+    gid_index: int | None = _rdma(None, "Only with this entry of the device's GID table", "N")
+    rdma_threshold: Size = declare(Size(64 << 10), "Extents from this size on move by RDMA")
+    rdma_queue_pairs: int = declare(1, "Queue pairs for each pair of RDMA ports")
 
     def __post_init__(self) -> None:
         if self.gid_index is not None and not 0 <= self.gid_index < 1 << 16:
@@ -247,55 +234,42 @@ class ClusterSection:
 class NodeSection:
     """The store of a node, its place in the cluster, and its rates."""
 
-    store: Annotated[str | None, _file("The store directory; `serve` is always given one")] = None
-    listen: Annotated[
-        str,
-        _serve(
-            "Where to listen",
-            "ADDR[:PORT]",
-            "the address that reaches etcd; without credentials loopback",
-        ),
-    ] = ""
-    zone: Annotated[str, _serve("Failure domain: replicas are kept in different ones")] = ""
-    rack: Annotated[str, _serve("Failure domain, as zone")] = ""
-    host: Annotated[
-        str,
-        _serve(
-            "Failure domain, as zone; processes of equal hosts share memory",
-            default="the host name",
-        ),
-    ] = field(default_factory=socket.gethostname)
-    weight: Annotated[float, _serve("Share of the data, relative to other nodes'")] = 1.0
-    size: Annotated[
-        Size | None,
-        _serve("Limit of the extents kept: 512M, 8G, 50%", default="the room in the directory"),
-    ] = None
-    metrics_port: Annotated[int | None, _serve("Serve Prometheus metrics on this port", "PORT")] = (
-        None
+    store: str | None = _file(None, "The store directory; `serve` is always given one")
+    listen: str = _serve(
+        "",
+        "Where to listen",
+        "ADDR[:PORT]",
+        "the address that reaches etcd; without credentials loopback",
     )
-    metrics_address: Annotated[str, Option("Where metrics are served")] = "127.0.0.1"
-    rebalance_rate: Annotated[Size, _serve("Bytes per second for filling groups")] = Size(256 << 20)
-    rereplicate_after: Annotated[
-        Seconds, Option("A node that is gone for so long is replaced in its groups by others")
-    ] = Seconds(60)
-    quarantine: Annotated[
-        Seconds | None,
-        Option(
-            "How long extents without a name are kept, unless room is wanted",
-            default="a week on a disk, an hour in memory",
-        ),
-    ] = None
-    scrub_rate: Annotated[Size, Option("Bytes per second for reading extents again")] = Size(
-        32 << 20
+    zone: str = _serve("", "Failure domain: replicas are kept in different ones")
+    rack: str = _serve("", "Failure domain, as zone")
+    host: str = _serve(
+        _HOST_NAME,
+        "Failure domain, as zone; processes of equal hosts share memory",
+        shown="the host name",
     )
-    scrub_period: Annotated[
-        Seconds,
-        Option("How often everything kept is compared with its digests; 0: only on request"),
-    ] = Seconds(7 * 86400)
-    streams: Annotated[int, _serve("Data connections to each peer")] = 4
-    encrypt_data: Annotated[
-        bool, _serve("TLS for data, not only for control; switches RDMA off")
-    ] = False
+    weight: float = _serve(1.0, "Share of the data, relative to other nodes'")
+    size: Size | None = _serve(
+        None, "Limit of the extents kept: 512M, 8G, 50%", shown="the room in the directory"
+    )
+    metrics_port: int | None = _serve(None, "Serve Prometheus metrics on this port", "PORT")
+    metrics_address: str = declare("127.0.0.1", "Where metrics are served")
+    rebalance_rate: Size = _serve(Size(256 << 20), "Bytes per second for filling groups")
+    rereplicate_after: Seconds = declare(
+        Seconds(60), "A node that is gone for so long is replaced in its groups by others"
+    )
+    quarantine: Seconds | None = declare(
+        None,
+        "How long extents without a name are kept, unless room is wanted",
+        shown="a week on a disk, an hour in memory",
+    )
+    scrub_rate: Size = declare(Size(32 << 20), "Bytes per second for reading extents again")
+    scrub_period: Seconds = declare(
+        Seconds(7 * 86400),
+        "How often everything kept is compared with its digests; 0: only on request",
+    )
+    streams: int = _serve(4, "Data connections to each peer")
+    encrypt_data: bool = _serve(False, "TLS for data, not only for control; switches RDMA off")
 
     def __post_init__(self) -> None:
         if self.listen:
@@ -315,42 +289,34 @@ class NodeSection:
 class MountSection:
     """The cache of a mount, the directories that it follows, its checks and its time-out."""
 
-    cache_size: Annotated[
-        Size | None, _mount("How much of other hosts' files to keep here", "SIZE", "3/4 of --size")
-    ] = None
-    host: Annotated[
-        str,
-        _mount("This host's name; processes of equal hosts share memory", "NAME", "the host name"),
-    ] = field(default_factory=socket.gethostname)
-    follow: Annotated[
-        tuple[str, ...],
-        _mount(
-            "Fetch new versions below this directory of the filesystem when they are published",
-            "PATH",
-        ),
-    ] = ()
-    metrics_port: Annotated[int | None, _mount("Serve Prometheus metrics on this port", "PORT")] = (
-        None
+    cache_size: Size | None = _mount(
+        None, "How much of other hosts' files to keep here", "SIZE", "3/4 of --size"
     )
-    metrics_address: Annotated[str, Option("Where metrics are served")] = "127.0.0.1"
-    streams: Annotated[int, Option("Data connections to each store node")] = 4
-    small_file: Annotated[Size, Option("Files up to this size travel inside control messages")] = (
-        Size(64 << 10)
+    host: str = _mount(
+        _HOST_NAME,
+        "This host's name; processes of equal hosts share memory",
+        "NAME",
+        "the host name",
     )
-    encrypt_data: Annotated[
-        bool, Option("TLS for data, not only for control; switches RDMA off")
-    ] = False
-    timeout: Annotated[
-        Seconds,
-        _mount(
-            "How long a call waits for etcd or store nodes that do not answer before it fails: "
-            "30, 90s, 5m",
-            "DURATION",
-        ),
-    ] = Seconds(60)
-    verify: Annotated[
-        bool, _mount("Publish digests of contents, and compare fetched bytes with them")
-    ] = True
+    follow: tuple[str, ...] = _mount(
+        (),
+        "Fetch new versions below this directory of the filesystem when they are published",
+        "PATH",
+    )
+    metrics_port: int | None = _mount(None, "Serve Prometheus metrics on this port", "PORT")
+    metrics_address: str = declare("127.0.0.1", "Where metrics are served")
+    streams: int = declare(4, "Data connections to each store node")
+    small_file: Size = declare(
+        Size(64 << 10), "Files up to this size travel inside control messages"
+    )
+    encrypt_data: bool = declare(False, "TLS for data, not only for control; switches RDMA off")
+    timeout: Seconds = _mount(
+        Seconds(60),
+        "How long a call waits for etcd or store nodes that do not answer before it fails: "
+        "30, 90s, 5m",
+        "DURATION",
+    )
+    verify: bool = _mount(True, "Publish digests of contents, and compare fetched bytes with them")
 
     def __post_init__(self) -> None:
         if self.small_file > 1 << 20:
@@ -369,17 +335,15 @@ class MountSection:
 class LogSection:
     """The log of a process: its format, level and file."""
 
-    format: Annotated[LogFormat, _serve("Lines of text, or of JSON")] = "text"
-    level: Annotated[LogLevel, _serve("How much to log")] = "info"
-    file: Annotated[
-        str | None,
-        _serve(
-            "Where to log",
-            "FILE",
-            "irdmafs.log in the store; in the foreground stderr",
-            is_path=True,
-        ),
-    ] = None
+    format: LogFormat = _serve("text", "Lines of text, or of JSON")  # noqa: RUF009 - a field
+    level: LogLevel = _serve("info", "How much to log")  # noqa: RUF009 - a field
+    file: str | None = _serve(
+        None,
+        "Where to log",
+        "FILE",
+        "irdmafs.log in the store; in the foreground stderr",
+        is_path=True,
+    )
 
 
 SECTIONS: dict[str, type[ClusterSection | NodeSection | MountSection | LogSection]] = {

@@ -1,17 +1,19 @@
 """How a setting is declared: once, as a field of a dataclass.
 
-The field has the name, the type and the default. Its annotation adds what people read:
+The field has the name, the type and the default, and what people read:
 
-    streams: Annotated[int, Option("Connections to each peer", commands=("serve",))] = 4
+    streams: int = declare(4, "Connections to each peer", commands=("serve",))
 
 Such fields make the flags of commands (irdmafs/cli/flags.py), the keys of the configuration file
 (cluster/config.py) and the tables of docs/options.md.
 """
 
-from collections.abc import Iterator
-from dataclasses import MISSING, fields
+from collections.abc import Callable, Iterator
+from dataclasses import MISSING, field, fields
 from types import NoneType
-from typing import Annotated, Any, NamedTuple, get_args, get_origin, get_type_hints
+from typing import Any, NamedTuple, TypeVar, get_args, get_type_hints
+
+T = TypeVar("T")
 
 
 class Option(NamedTuple):
@@ -22,12 +24,12 @@ class Option(NamedTuple):
     one value. `is_path`: a relative path in the file is relative to the file's directory."""
 
     help: str
-    metavar: str | None = None
-    default: str = ""
-    commands: tuple[str, ...] = ()
-    short: str = ""
-    commas: bool = False
-    is_path: bool = False
+    metavar: str | None
+    default: str
+    commands: tuple[str, ...]
+    short: str
+    commas: bool
+    is_path: bool
 
 
 class Declared(NamedTuple):
@@ -51,19 +53,31 @@ class Declared(NamedTuple):
         return "yes" if self.default is True else str(self.default)
 
 
+def declare(
+    default: T | Callable[[], T],
+    help: str,
+    metavar: str | None = None,
+    shown: str = "",
+    *,
+    commands: tuple[str, ...] = (),
+    short: str = "",
+    commas: bool = False,
+    is_path: bool = False,
+) -> T:
+    """Return the field of a setting. `default` may be a function that makes it; `shown` is the default of
+    the Option."""
+    option = Option(help, metavar, shown, commands, short, commas, is_path)
+    kind = "default_factory" if callable(default) else "default"
+    made: T = field(**{kind: default}, metadata={"option": option})  # type: ignore[call-overload]
+    return made
+
+
 def declared(owner: type) -> Iterator[Declared]:
     """Yield the settings that a dataclass declares."""
-    hints = get_type_hints(owner, include_extras=True)
-    for field in fields(owner):
-        hint = hints[field.name]
-        if get_origin(hint) is not Annotated:
-            continue
-        kind, option = get_args(hint)
-        if isinstance(option, Option):
-            default = None if field.default is MISSING else field.default
-            yield Declared(field.name, _without_none(kind), default, option)
-
-
-def _without_none(kind: Any) -> Any:
-    others = [one for one in get_args(kind) if one is not NoneType]
-    return others[0] if NoneType in get_args(kind) else kind
+    hints = get_type_hints(owner)
+    for one in fields(owner):
+        if (option := one.metadata.get("option")) is not None:
+            default = None if one.default is MISSING else one.default
+            kinds = get_args(hints[one.name])
+            kind = kinds[0] if NoneType in kinds else hints[one.name]
+            yield Declared(one.name, kind, default, option)

@@ -3,14 +3,14 @@
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Literal
 
 import click
 import pytest
 from click.testing import CliRunner
 
 from irdmafs.backend.cluster.config_sections import SECTIONS
-from irdmafs.backend.model.options import Option, declared
+from irdmafs.backend.model.options import declare, declared
 from irdmafs.backend.model.values import Seconds, Size
 from irdmafs.cli.command import mount
 from irdmafs.cli.flags import flag_name, flags_of, overrides, section_flags
@@ -22,20 +22,20 @@ PAGE = Path(__file__).parents[2] / "docs" / "options.md"
 
 @dataclass(frozen=True, kw_only=True)
 class Plain:
-    depth: Annotated[int, Option("How deep")] = 3
-    colour: Annotated[Literal["red", "blue"], Option("Which", short="-c")] = "red"
-    bright: Annotated[bool, Option("Whether it shines")] = True
+    depth: int = declare(3, "How deep")
+    colour: Literal["red", "blue"] = declare("red", "Which", short="-c")
+    bright: bool = declare(True, "Whether it shines")
     internal: int = 0
 
 
 @dataclass(frozen=True, kw_only=True)
 class Section:
-    depth: Annotated[int, Option("How deep", commands=("try",))] = 3
-    room: Annotated[Size | None, Option("How large", commands=("try",))] = None
-    pause: Annotated[Seconds, Option("How long", commands=("try",))] = Seconds(90)  # noqa: RUF009
-    names: Annotated[tuple[str, ...], Option("Which", commands=("try",), commas=True)] = ()
-    places: Annotated[tuple[str, ...], Option("Where", commands=("try",))] = ()
-    hidden: Annotated[str, Option("A key of the file that has no flag")] = ""
+    depth: int = declare(3, "How deep", commands=("try",))
+    room: Size | None = declare(None, "How large", commands=("try",))
+    pause: Seconds = declare(Seconds(90), "How long", commands=("try",))
+    names: tuple[str, ...] = declare((), "Which", commands=("try",), commas=True)
+    places: tuple[str, ...] = declare((), "Where", commands=("try",))
+    hidden: str = declare("", "A key of the file that has no flag")
 
 
 def run(command: click.Command, *arguments: str) -> str:
