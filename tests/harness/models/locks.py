@@ -199,16 +199,12 @@ class Model(Machine[State]):
                 done = done._replace(past=(*state.past, after._replace(revision=revision)))
             yield f"etcd answers {flight.kind} of host {number}: {after is not None}", done
         if state.losses and host.valid:
-            yield (
-                f"host {number} thinks its session may be over",
-                self._with(state, number, valid=False)._replace(losses=state.losses - 1),
-            )
+            doubting = self._with(state, number, valid=False)._replace(losses=state.losses - 1)
+            yield f"host {number} thinks its session may be over", doubting
         if not host.valid and etcd.leases[number] == host.lease:
             yield f"host {number} renews its lease", self._with(state, number, valid=True)
-            yield (
-                f"etcd ends the session of host {number}",
-                state._replace(past=(*state.past, self._ended(etcd, number))),
-            )
+            ended = state._replace(past=(*state.past, self._ended(etcd, number)))
+            yield f"etcd ends the session of host {number}", ended
         if etcd.leases[number] != host.lease and (flight is None or flight.answer is None):
             # A new session; what was sent in the old one fails.
             phase = LOST if host.phase in (INSIDE, WRITTEN) else host.phase
@@ -259,38 +255,25 @@ class Model(Machine[State]):
         host = state.hosts[number]
         writes = self._claims[number].type == F_WRLCK
         if host.phase == IDLE and host.rounds:
-            yield (
-                f"a process of host {number} wants the lock",
-                self._with(state, number, phase=WANTING),
-            )
+            wanting = self._with(state, number, phase=WANTING)
+            yield f"a process of host {number} wants the lock", wanting
         elif host.phase == WANTING and self._may_grant(state, number):
             self._check_session(state, number)
             yield f"host {number} grants the lock", self._with(state, number, phase=INSIDE)
         elif host.phase == INSIDE and writes:
-            yield (
-                f"the process of host {number} adds one",
-                self._with(state, number, phase=WRITTEN, value=host.value + 1),
-            )
+            written = self._with(state, number, phase=WRITTEN, value=host.value + 1)
+            yield f"the process of host {number} adds one", written
         elif host.phase == INSIDE or (host.phase == WRITTEN and self._may_unlock(host)):
             after = self._with(state, number, phase=IDLE, rounds=host.rounds - 1)
-            yield (
-                f"the process of host {number} unlocks",
-                after._replace(acknowledged=state.acknowledged + writes),
-            )
+            after = after._replace(acknowledged=state.acknowledged + writes)
+            yield f"the process of host {number} unlocks", after
         elif host.phase == LOST:
-            yield (
-                f"the process of host {number} is told that its lock was lost",
-                self._with(state, number, phase=IDLE, rounds=host.rounds - 1),
-            )
+            told = self._with(state, number, phase=IDLE, rounds=host.rounds - 1)
+            yield f"the process of host {number} is told that its lock was lost", told
 
     def _check_session(self, state: State, number: int) -> None:
         if state.etcd.leases[number] != state.hosts[number].lease:
             raise Broken(f"host {number} grants the lock when its session is over")
-
-    def _must_come_down(self, state: State, number: int) -> bool:
-        host = state.hosts[number]
-        seen = state.past[host.seen]
-        return host.mine.sole and any(self._others(seen, number))
 
     def _may_grant(self, state: State, number: int) -> bool:
         host = state.hosts[number]
@@ -346,12 +329,8 @@ class Model(Machine[State]):
         if dirty and host.phase != LOST:
             yield from self._send(state, number, "publish", NOTHING)
         exact = Entry(False, held, wanted)
-        shrinks = (
-            self._must_come_down(state, number)
-            if host.mine.sole
-            else bool(host.mine.held) and host.phase in (IDLE, LOST)
-        )
-        if shrinks:
+        is_unused = bool(host.mine.held) and host.phase in (IDLE, LOST)
+        if any(others) if host.mine.sole else is_unused:
             yield from self._send(state, number, "put", exact)
         if host.mine and not (held or wanted or any(others)):
             yield from self._send(state, number, "remove", NOTHING)

@@ -243,10 +243,10 @@ class Model(Machine[State]):
             for number, node in enumerate(state.nodes):
                 bit = 1 << writer.content
                 if node.mode == UP and node.sealed & bit and not self._kept_for(state, node, bit):
-                    after = node._replace(sealed=node.sealed & ~bit)
+                    after = self._keeping(state, number, node.sealed & ~bit)
                     yield (
                         f"node {number}: drops content {writer.content}, as its writer says",
-                        self._with_node(state, number, after),
+                        after,
                     )
             if self.rules.abort_only_when_not_committing:
                 return
@@ -258,10 +258,9 @@ class Model(Machine[State]):
             self._check_commit(state, head, writer.content)
             published = Writer(PUBLISHED, writer.content, NOTHING, 0)
             done = self._with_writer(state, index, published)
-            yield (
-                f"{name}: commits content {writer.content} under {self.show(writer.config)}",
-                self._put(done, head._replace(named=writer.content)),
-            )
+            done = self._put(done, head._replace(named=writer.content))
+            under = self.show(writer.config)
+            yield f"{name}: commits content {writer.content} under {under}", done
         if writer.phase != SENDING:
             return
         if not head.sessions >> writer.content & 1:
@@ -274,11 +273,8 @@ class Model(Machine[State]):
                 over = self._with_put(self._with_writer(state, index, again), content, config)
             yield f"{name}: learns that its session is over", over
         elif self.may(state, ABORT):
-            gone = writer._replace(phase=GAVE_UP)
-            yield (
-                f"{name}: gives content {writer.content} up",
-                self._with_writer(state, index, gone)._replace(left=state.left - 1),
-            )
+            gone = self._with_writer(state, index, writer._replace(phase=GAVE_UP))
+            yield f"{name}: gives content {writer.content} up", gone._replace(left=state.left - 1)
 
     def _send_steps(self, state: State, index: int, writer: Writer) -> Iterator[Step]:
         """Send to the members of a configuration that it may know; what was acknowledged under the one
@@ -295,11 +291,9 @@ class Model(Machine[State]):
                     or not self.rules.acknowledgement_is_of_one_configuration
                 ):
                     acks |= 1 << node
-            sending = Writer(SENDING, writer.content, config, acks)
-            yield (
-                f"writer {index}: sends content {writer.content} to {self.show(config)}",
-                self._with_put(self._with_writer(state, index, sending), writer.content, config),
-            )
+            sending = self._with_writer(state, index, Writer(SENDING, writer.content, config, acks))
+            sending = self._with_put(sending, writer.content, config)
+            yield f"writer {index}: sends content {writer.content} to {self.show(config)}", sending
 
     def _may_commit(self, head: Etcd, writer: Writer) -> bool:
         rules = self.rules
@@ -326,14 +320,11 @@ class Model(Machine[State]):
             if node.torn & bit:
                 continue
             if self.bounds.torn and not node.sealed & bit:
-                receiving = Node(UP, node.view, node.sealed, node.torn | bit)
-                yield (
-                    f"node {index}: begins to receive content {content}",
-                    self._with_node(state, index, receiving),
-                )
+                receiving = self._keeping(state, index, node.sealed, node.torn | bit)
+                yield f"node {index}: begins to receive content {content}", receiving
                 continue
-            sealed = Node(UP, node.view, node.sealed | bit, node.torn)
-            after = self._acknowledged(self._with_node(state, index, sealed), here, content, config)
+            sealed = self._keeping(state, index, node.sealed | bit)
+            after = self._acknowledged(sealed, here, content, config)
             if after != state:
                 yield f"node {index}: seals content {content}, acknowledges", after
         for content in range(node.torn.bit_length()):
@@ -343,17 +334,13 @@ class Model(Machine[State]):
             if not self.rules.node_serves_only_sealed:
                 raise Broken(f"a reader gets part of content {content} from node {index}")
             # It may have begun under an older configuration: what counts is who is told of it.
-            sealed = Node(UP, node.view, node.sealed | bit, node.torn & ~bit)
-            after = self._with_node(state, index, sealed)
+            after = self._keeping(state, index, node.sealed | bit, node.torn & ~bit)
             for _, config in sorted(put for put in state.puts if put[0] == content):
                 if self._members[config] & here and self._is_known(config, view):
                     after = self._acknowledged(after, here, content, config)
             yield f"node {index}: has all of content {content}, seals, acknowledges", after
-            dropped = Node(UP, node.view, node.sealed, node.torn & ~bit)
-            yield (
-                f"node {index}: loses the connection that brings content {content}",
-                self._with_node(state, index, dropped),
-            )
+            dropped = self._keeping(state, index, node.sealed, node.torn & ~bit)
+            yield f"node {index}: loses the connection that brings content {content}", dropped
 
         if self._members[view.config] & here and view.named != NOTHING:
             bit = 1 << view.named
@@ -362,26 +349,20 @@ class Model(Machine[State]):
                 for number, other in enumerate(state.nodes)
             )
             if not node.sealed & bit and have:
-                copied = Node(UP, node.view, node.sealed | bit, node.torn)
-                yield (
-                    f"node {index}: copies content {view.named} from another",
-                    self._with_node(state, index, copied),
-                )
+                copied = self._keeping(state, index, node.sealed | bit)
+                yield f"node {index}: copies content {view.named} from another", copied
         left_behind = node.sealed & ~self._bit(view.pin)
         if left_behind and not self._members[view.config] & here:
-            freed = Node(UP, node.view, node.sealed & ~left_behind, node.torn)
-            yield (
-                f"node {index}: frees what it kept as a member",
-                self._with_node(state, index, freed),
-            )
+            freed = self._keeping(state, index, node.sealed & ~left_behind)
+            yield f"node {index}: frees what it kept as a member", freed
         if not self.rules.pending_lives_with_its_session:
             for content in range(node.sealed.bit_length()):
                 bit = 1 << content
                 if node.sealed & bit and not self._kept_for(state, node, bit):
-                    freed = node._replace(sealed=node.sealed & ~bit)
+                    freed = self._keeping(state, index, node.sealed & ~bit)
                     yield (
                         f"node {index}: frees content {content}, which nobody names for long",
-                        self._with_node(state, index, freed),
+                        freed,
                     )
         named = self._bit(view.named)
         if (
@@ -389,11 +370,8 @@ class Model(Machine[State]):
             and node.sealed & named
             and node.sealed != named
         ):
-            newer = node._replace(sealed=node.sealed & ~named)
-            yield (
-                f"node {index}: frees content {view.named}, as a newer one is here",
-                self._with_node(state, index, newer),
-            )
+            newer = self._keeping(state, index, node.sealed & ~named)
+            yield f"node {index}: frees content {view.named}, as a newer one is here", newer
 
     def _accepts(self, view: Etcd, here: int, content: int, config: int) -> bool:
         if not view.sessions >> content & 1:
@@ -449,10 +427,8 @@ class Model(Machine[State]):
         if head.config != view.config and self.rules.change_compares_configuration:
             return
         for reason, new in self.changes(view.config, index):
-            yield (
-                f"node {index}: {reason}: {self.show(new)}",
-                self._put(state, head._replace(config=new)),
-            )
+            changed = self._put(state, head._replace(config=new))
+            yield f"node {index}: {reason}: {self.show(new)}", changed
         if index not in present.joining:
             return
         shown = view
@@ -463,28 +439,22 @@ class Model(Machine[State]):
         if missing and self.rules.promotion_compares_contents:
             return
         if self.bounds.late_promotions:
-            message = (index, view.config)
-            if message not in state.promotions:
-                yield (
-                    f"node {index}: has all and asks to be in sync",
-                    state._replace(promotions=state.promotions | {message}),
-                )
+            promotions = state.promotions | {(index, view.config)}
+            if promotions != state.promotions:
+                asking = state._replace(promotions=promotions)
+                yield f"node {index}: has all and asks to be in sync", asking
             return
         new = self.number(groups.promoted(present, index))
-        yield (
-            f"node {index}: has all and is in sync: {self.show(new)}",
-            self._put(state, head._replace(config=new)),
-        )
+        promoted = self._put(state, head._replace(config=new))
+        yield f"node {index}: has all and is in sync: {self.show(new)}", promoted
 
     def _late_promotions(self, state: State) -> Iterator[Step]:
         head = state.log[-1]
         for node, config in state.promotions:
             if config == head.config and node not in (REMOVED, EMPTY):
                 new = self.number(groups.promoted(self.configs[config], node))
-                yield (
-                    f"etcd: node {node} is in sync: {self.show(new)}",
-                    self._put(state, head._replace(config=new)),
-                )
+                promoted = self._put(state, head._replace(config=new))
+                yield f"etcd: node {node} is in sync: {self.show(new)}", promoted
 
     def _is_removed(self, state: State, node: int, config: int) -> bool:
         """Whether the node was in sync when all who were had been removed. If it lives it learns that
@@ -506,37 +476,25 @@ class Model(Machine[State]):
                 after = self._put(state, head._replace(config=config))
             elif any(state.nodes[node].mode == UP for node in present.in_sync):
                 return  # how it learns of it is not what this is about
-            yield (
-                f"admin: removes all in sync: {self.show(config)}",
-                after._replace(
-                    promotions=state.promotions | {(REMOVED, config)}, left=state.left - 1
-                ),
-            )
+            promotions = state.promotions | {(REMOVED, config)}
+            after = after._replace(promotions=promotions, left=state.left - 1)
+            yield f"admin: removes all in sync: {self.show(config)}", after
             return
         if head.named != NOTHING:
-            yield (
-                f"admin: unlinks what names content {head.named}",
-                self._put(state, head._replace(named=NOTHING)),
-            )
+            unlinked = self._put(state, head._replace(named=NOTHING))
+            yield f"admin: unlinks what names content {head.named}", unlinked
         is_empty = head.named == NOTHING or not self.rules.group_is_emptied_when_nothing_is_named
         if is_empty and empty not in state.promotions:
-            yield (
-                "elected node: sees that nothing is named",
-                state._replace(promotions=state.promotions | {empty}),
-            )
+            seen = state._replace(promotions=state.promotions | {empty})
+            yield "elected node: sees that nothing is named", seen
         if empty in state.promotions:
             for target in self.bounds.targets:
-                nodes = tuple(
-                    node
-                    for node in target
-                    if node not in present.in_sync and state.nodes[node].mode != GONE
-                )
+                others = (node for node in target if node not in present.in_sync)
+                nodes = [node for node in others if state.nodes[node].mode != GONE]
                 if nodes:
                     new = self.number(groups.emptied(present, *nodes))
-                    yield (
-                        f"elected node: begins anew: {self.show(new)}",
-                        self._put(state, head._replace(config=new)),
-                    )
+                    begun = self._put(state, head._replace(config=new))
+                    yield f"elected node: begins anew: {self.show(new)}", begun
 
     # --- faults
 
@@ -556,10 +514,8 @@ class Model(Machine[State]):
             yield f"node {index}: dies with its store", gone._replace(left=left, owed=owed)
         if self.may(state, DAMAGE) and node.sealed:
             damaged = self._with_node(state, index, Node(DAMAGED, NOTHING, 0, 0))
-            yield (
-                f"node {index}: dies; what it kept is damaged",
-                damaged._replace(left=left, owed=owed),
-            )
+            damaged = damaged._replace(left=left, owed=owed)
+            yield f"node {index}: dies; what it kept is damaged", damaged
 
     def _restart_steps(self, state: State, index: int, node: Node) -> Iterator[Step]:
         """The node looks at etcd and at its store before it comes back."""
@@ -637,6 +593,13 @@ class Model(Machine[State]):
         nodes = (*nodes[:index], node, *nodes[index + 1 :])
         return State(log, nodes, writers, puts, promotions, owed, lost, left)
 
+    def _keeping(self, state: State, index: int, sealed: int, torn: int | None = None) -> State:
+        """Return the state in which a node keeps these contents, and receives those, as before if None."""
+        mode, view, _, receiving = state.nodes[index]
+        return self._with_node(
+            state, index, Node(mode, view, sealed, receiving if torn is None else torn)
+        )
+
     def _with_writer(self, state: State, index: int, writer: Writer) -> State:
         log, nodes, writers, puts, promotions, owed, lost, left = state
         writers = (*writers[:index], writer, *writers[index + 1 :])
@@ -687,11 +650,8 @@ class Model(Machine[State]):
 
     def _check_commit(self, state: State, head: Etcd, content: int) -> None:
         for index, node in enumerate(state.nodes):
-            if (
-                self._members[head.config] >> index & 1
-                and node.mode in (UP, DOWN)
-                and not node.sealed >> content & 1
-            ):
+            is_member = self._members[head.config] >> index & 1
+            if is_member and node.mode in (UP, DOWN) and not node.sealed >> content & 1:
                 raise Broken(f"content {content} is committed, and member {index} lacks it")
 
     def wider(self, state: State) -> Iterator[State]:
@@ -706,10 +666,9 @@ class Model(Machine[State]):
         if (REMOVED, state.log[-1].config) in state.promotions:
             # These follow etcd only until they learn of it.
             removed = self._in_sync[state.log[-1].config]
-        key = before, removed
-        after = self._moved.get(key)
+        after = self._moved.get((before, removed))
         if after is None:
-            after = self._moved[key] = self._as_moved(*before, key[1])
+            after = self._moved[before, removed] = self._as_moved(*before, removed)
         log, nodes = after
         promotions = state.promotions
         if promotions:
