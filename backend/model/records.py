@@ -67,12 +67,14 @@ def key_of(kind: bytes, *numbers: int) -> bytes:
     return kind + struct.pack(f">{len(numbers)}Q", *numbers)
 
 
+# The keys of a placement rule, and of a pool that is wanted and its targets, by their numbers.
+policy_key: Final = partial(key_of, b"P")
+pool_key: Final = partial(key_of, b"w")
+targets_key: Final = partial(key_of, b"T")
+
+
 def group_key(group: int) -> bytes:
     return b"g" + group.to_bytes(4, "big")
-
-
-def pool_key(pool: int) -> bytes:
-    return key_of(b"w", pool)
 
 
 def pin_key(content: int, lease: int) -> bytes:
@@ -92,14 +94,6 @@ def wish_key(directory: int, lease: int) -> bytes:
 
 def certificate_key(serial: str) -> bytes:
     return b"K" + serial.encode()
-
-
-def policy_key(policy: int) -> bytes:
-    return key_of(b"P", policy)
-
-
-def targets_key(pool: int) -> bytes:
-    return key_of(b"T", pool)
 
 
 def session_of(content: int) -> int:
