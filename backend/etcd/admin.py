@@ -102,7 +102,7 @@ class Auth:
         return await self._calls.client.call(asked, request, timeout_s=self._calls.timeout_s)
 
     async def _tell(self, name: str, request: Message) -> None:
-        await self._call(method(f"Auth/{name}", pb.AuthResponse), request)
+        await self._call(method(f"Auth/{name}", pb.Answer), request)
 
     async def _change(self, name: str, request: Message) -> None:
         """Add or delete something that may have been added or deleted already."""

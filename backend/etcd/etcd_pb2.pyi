@@ -17,35 +17,33 @@ NOSPACE: AlarmType
 CORRUPT: AlarmType
 
 class ResponseHeader(_message.Message):
-    __slots__ = ("cluster_id", "member_id", "revision", "raft_term")
-    CLUSTER_ID_FIELD_NUMBER: _ClassVar[int]
+    __slots__ = ("member_id", "revision")
     MEMBER_ID_FIELD_NUMBER: _ClassVar[int]
     REVISION_FIELD_NUMBER: _ClassVar[int]
-    RAFT_TERM_FIELD_NUMBER: _ClassVar[int]
-    cluster_id: int
     member_id: int
     revision: int
-    raft_term: int
-    def __init__(self, cluster_id: _Optional[int] = ..., member_id: _Optional[int] = ..., revision: _Optional[int] = ..., raft_term: _Optional[int] = ...) -> None: ...
+    def __init__(self, member_id: _Optional[int] = ..., revision: _Optional[int] = ...) -> None: ...
+
+class Answer(_message.Message):
+    __slots__ = ("header",)
+    HEADER_FIELD_NUMBER: _ClassVar[int]
+    header: ResponseHeader
+    def __init__(self, header: _Optional[_Union[ResponseHeader, _Mapping]] = ...) -> None: ...
 
 class KeyValue(_message.Message):
-    __slots__ = ("key", "create_revision", "mod_revision", "version", "value", "lease")
+    __slots__ = ("key", "mod_revision", "value", "lease")
     KEY_FIELD_NUMBER: _ClassVar[int]
-    CREATE_REVISION_FIELD_NUMBER: _ClassVar[int]
     MOD_REVISION_FIELD_NUMBER: _ClassVar[int]
-    VERSION_FIELD_NUMBER: _ClassVar[int]
     VALUE_FIELD_NUMBER: _ClassVar[int]
     LEASE_FIELD_NUMBER: _ClassVar[int]
     key: bytes
-    create_revision: int
     mod_revision: int
-    version: int
     value: bytes
     lease: int
-    def __init__(self, key: _Optional[bytes] = ..., create_revision: _Optional[int] = ..., mod_revision: _Optional[int] = ..., version: _Optional[int] = ..., value: _Optional[bytes] = ..., lease: _Optional[int] = ...) -> None: ...
+    def __init__(self, key: _Optional[bytes] = ..., mod_revision: _Optional[int] = ..., value: _Optional[bytes] = ..., lease: _Optional[int] = ...) -> None: ...
 
 class Event(_message.Message):
-    __slots__ = ("type", "kv", "prev_kv")
+    __slots__ = ("type", "kv")
     class EventType(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
         __slots__ = ()
         PUT: _ClassVar[Event.EventType]
@@ -54,11 +52,9 @@ class Event(_message.Message):
     DELETE: Event.EventType
     TYPE_FIELD_NUMBER: _ClassVar[int]
     KV_FIELD_NUMBER: _ClassVar[int]
-    PREV_KV_FIELD_NUMBER: _ClassVar[int]
     type: Event.EventType
     kv: KeyValue
-    prev_kv: KeyValue
-    def __init__(self, type: _Optional[_Union[Event.EventType, str]] = ..., kv: _Optional[_Union[KeyValue, _Mapping]] = ..., prev_kv: _Optional[_Union[KeyValue, _Mapping]] = ...) -> None: ...
+    def __init__(self, type: _Optional[_Union[Event.EventType, str]] = ..., kv: _Optional[_Union[KeyValue, _Mapping]] = ...) -> None: ...
 
 class RangeRequest(_message.Message):
     __slots__ = ("key", "range_end", "limit", "revision", "serializable", "keys_only", "count_only")
@@ -79,16 +75,14 @@ class RangeRequest(_message.Message):
     def __init__(self, key: _Optional[bytes] = ..., range_end: _Optional[bytes] = ..., limit: _Optional[int] = ..., revision: _Optional[int] = ..., serializable: bool = ..., keys_only: bool = ..., count_only: bool = ...) -> None: ...
 
 class RangeResponse(_message.Message):
-    __slots__ = ("header", "kvs", "more", "count")
+    __slots__ = ("header", "kvs", "more")
     HEADER_FIELD_NUMBER: _ClassVar[int]
     KVS_FIELD_NUMBER: _ClassVar[int]
     MORE_FIELD_NUMBER: _ClassVar[int]
-    COUNT_FIELD_NUMBER: _ClassVar[int]
     header: ResponseHeader
     kvs: _containers.RepeatedCompositeFieldContainer[KeyValue]
     more: bool
-    count: int
-    def __init__(self, header: _Optional[_Union[ResponseHeader, _Mapping]] = ..., kvs: _Optional[_Iterable[_Union[KeyValue, _Mapping]]] = ..., more: bool = ..., count: _Optional[int] = ...) -> None: ...
+    def __init__(self, header: _Optional[_Union[ResponseHeader, _Mapping]] = ..., kvs: _Optional[_Iterable[_Union[KeyValue, _Mapping]]] = ..., more: bool = ...) -> None: ...
 
 class PutRequest(_message.Message):
     __slots__ = ("key", "value", "lease", "prev_kv", "ignore_value", "ignore_lease")
@@ -106,14 +100,6 @@ class PutRequest(_message.Message):
     ignore_lease: bool
     def __init__(self, key: _Optional[bytes] = ..., value: _Optional[bytes] = ..., lease: _Optional[int] = ..., prev_kv: bool = ..., ignore_value: bool = ..., ignore_lease: bool = ...) -> None: ...
 
-class PutResponse(_message.Message):
-    __slots__ = ("header", "prev_kv")
-    HEADER_FIELD_NUMBER: _ClassVar[int]
-    PREV_KV_FIELD_NUMBER: _ClassVar[int]
-    header: ResponseHeader
-    prev_kv: KeyValue
-    def __init__(self, header: _Optional[_Union[ResponseHeader, _Mapping]] = ..., prev_kv: _Optional[_Union[KeyValue, _Mapping]] = ...) -> None: ...
-
 class DeleteRangeRequest(_message.Message):
     __slots__ = ("key", "range_end", "prev_kv")
     KEY_FIELD_NUMBER: _ClassVar[int]
@@ -123,16 +109,6 @@ class DeleteRangeRequest(_message.Message):
     range_end: bytes
     prev_kv: bool
     def __init__(self, key: _Optional[bytes] = ..., range_end: _Optional[bytes] = ..., prev_kv: bool = ...) -> None: ...
-
-class DeleteRangeResponse(_message.Message):
-    __slots__ = ("header", "deleted", "prev_kvs")
-    HEADER_FIELD_NUMBER: _ClassVar[int]
-    DELETED_FIELD_NUMBER: _ClassVar[int]
-    PREV_KVS_FIELD_NUMBER: _ClassVar[int]
-    header: ResponseHeader
-    deleted: int
-    prev_kvs: _containers.RepeatedCompositeFieldContainer[KeyValue]
-    def __init__(self, header: _Optional[_Union[ResponseHeader, _Mapping]] = ..., deleted: _Optional[int] = ..., prev_kvs: _Optional[_Iterable[_Union[KeyValue, _Mapping]]] = ...) -> None: ...
 
 class RequestOp(_message.Message):
     __slots__ = ("request_range", "request_put", "request_delete_range")
@@ -150,9 +126,9 @@ class ResponseOp(_message.Message):
     RESPONSE_PUT_FIELD_NUMBER: _ClassVar[int]
     RESPONSE_DELETE_RANGE_FIELD_NUMBER: _ClassVar[int]
     response_range: RangeResponse
-    response_put: PutResponse
-    response_delete_range: DeleteRangeResponse
-    def __init__(self, response_range: _Optional[_Union[RangeResponse, _Mapping]] = ..., response_put: _Optional[_Union[PutResponse, _Mapping]] = ..., response_delete_range: _Optional[_Union[DeleteRangeResponse, _Mapping]] = ...) -> None: ...
+    response_put: Answer
+    response_delete_range: Answer
+    def __init__(self, response_range: _Optional[_Union[RangeResponse, _Mapping]] = ..., response_put: _Optional[_Union[Answer, _Mapping]] = ..., response_delete_range: _Optional[_Union[Answer, _Mapping]] = ...) -> None: ...
 
 class Compare(_message.Message):
     __slots__ = ("result", "target", "key", "version", "create_revision", "mod_revision", "value", "lease", "range_end")
@@ -226,12 +202,6 @@ class CompactionRequest(_message.Message):
     physical: bool
     def __init__(self, revision: _Optional[int] = ..., physical: bool = ...) -> None: ...
 
-class CompactionResponse(_message.Message):
-    __slots__ = ("header",)
-    HEADER_FIELD_NUMBER: _ClassVar[int]
-    header: ResponseHeader
-    def __init__(self, header: _Optional[_Union[ResponseHeader, _Mapping]] = ...) -> None: ...
-
 class WatchRequest(_message.Message):
     __slots__ = ("create_request",)
     CREATE_REQUEST_FIELD_NUMBER: _ClassVar[int]
@@ -257,24 +227,18 @@ class WatchCreateRequest(_message.Message):
     def __init__(self, key: _Optional[bytes] = ..., range_end: _Optional[bytes] = ..., start_revision: _Optional[int] = ..., progress_notify: bool = ..., prev_kv: bool = ..., watch_id: _Optional[int] = ..., fragment: bool = ...) -> None: ...
 
 class WatchResponse(_message.Message):
-    __slots__ = ("header", "watch_id", "created", "canceled", "compact_revision", "cancel_reason", "fragment", "events")
+    __slots__ = ("header", "canceled", "compact_revision", "cancel_reason", "events")
     HEADER_FIELD_NUMBER: _ClassVar[int]
-    WATCH_ID_FIELD_NUMBER: _ClassVar[int]
-    CREATED_FIELD_NUMBER: _ClassVar[int]
     CANCELED_FIELD_NUMBER: _ClassVar[int]
     COMPACT_REVISION_FIELD_NUMBER: _ClassVar[int]
     CANCEL_REASON_FIELD_NUMBER: _ClassVar[int]
-    FRAGMENT_FIELD_NUMBER: _ClassVar[int]
     EVENTS_FIELD_NUMBER: _ClassVar[int]
     header: ResponseHeader
-    watch_id: int
-    created: bool
     canceled: bool
     compact_revision: int
     cancel_reason: str
-    fragment: bool
     events: _containers.RepeatedCompositeFieldContainer[Event]
-    def __init__(self, header: _Optional[_Union[ResponseHeader, _Mapping]] = ..., watch_id: _Optional[int] = ..., created: bool = ..., canceled: bool = ..., compact_revision: _Optional[int] = ..., cancel_reason: _Optional[str] = ..., fragment: bool = ..., events: _Optional[_Iterable[_Union[Event, _Mapping]]] = ...) -> None: ...
+    def __init__(self, header: _Optional[_Union[ResponseHeader, _Mapping]] = ..., canceled: bool = ..., compact_revision: _Optional[int] = ..., cancel_reason: _Optional[str] = ..., events: _Optional[_Iterable[_Union[Event, _Mapping]]] = ...) -> None: ...
 
 class LeaseGrantRequest(_message.Message):
     __slots__ = ("TTL", "ID")
@@ -284,29 +248,11 @@ class LeaseGrantRequest(_message.Message):
     ID: int
     def __init__(self, TTL: _Optional[int] = ..., ID: _Optional[int] = ...) -> None: ...
 
-class LeaseGrantResponse(_message.Message):
-    __slots__ = ("header", "ID", "TTL", "error")
-    HEADER_FIELD_NUMBER: _ClassVar[int]
-    ID_FIELD_NUMBER: _ClassVar[int]
-    TTL_FIELD_NUMBER: _ClassVar[int]
-    ERROR_FIELD_NUMBER: _ClassVar[int]
-    header: ResponseHeader
-    ID: int
-    TTL: int
-    error: str
-    def __init__(self, header: _Optional[_Union[ResponseHeader, _Mapping]] = ..., ID: _Optional[int] = ..., TTL: _Optional[int] = ..., error: _Optional[str] = ...) -> None: ...
-
 class LeaseRevokeRequest(_message.Message):
     __slots__ = ("ID",)
     ID_FIELD_NUMBER: _ClassVar[int]
     ID: int
     def __init__(self, ID: _Optional[int] = ...) -> None: ...
-
-class LeaseRevokeResponse(_message.Message):
-    __slots__ = ("header",)
-    HEADER_FIELD_NUMBER: _ClassVar[int]
-    header: ResponseHeader
-    def __init__(self, header: _Optional[_Union[ResponseHeader, _Mapping]] = ...) -> None: ...
 
 class LeaseKeepAliveRequest(_message.Message):
     __slots__ = ("ID",)
@@ -315,14 +261,12 @@ class LeaseKeepAliveRequest(_message.Message):
     def __init__(self, ID: _Optional[int] = ...) -> None: ...
 
 class LeaseKeepAliveResponse(_message.Message):
-    __slots__ = ("header", "ID", "TTL")
+    __slots__ = ("header", "TTL")
     HEADER_FIELD_NUMBER: _ClassVar[int]
-    ID_FIELD_NUMBER: _ClassVar[int]
     TTL_FIELD_NUMBER: _ClassVar[int]
     header: ResponseHeader
-    ID: int
     TTL: int
-    def __init__(self, header: _Optional[_Union[ResponseHeader, _Mapping]] = ..., ID: _Optional[int] = ..., TTL: _Optional[int] = ...) -> None: ...
+    def __init__(self, header: _Optional[_Union[ResponseHeader, _Mapping]] = ..., TTL: _Optional[int] = ...) -> None: ...
 
 class AuthenticateRequest(_message.Message):
     __slots__ = ("name", "password")
@@ -332,43 +276,25 @@ class AuthenticateRequest(_message.Message):
     password: str
     def __init__(self, name: _Optional[str] = ..., password: _Optional[str] = ...) -> None: ...
 
-class AuthenticateResponse(_message.Message):
-    __slots__ = ("header", "token")
-    HEADER_FIELD_NUMBER: _ClassVar[int]
-    TOKEN_FIELD_NUMBER: _ClassVar[int]
-    header: ResponseHeader
-    token: str
-    def __init__(self, header: _Optional[_Union[ResponseHeader, _Mapping]] = ..., token: _Optional[str] = ...) -> None: ...
-
 class StatusRequest(_message.Message):
     __slots__ = ()
     def __init__(self) -> None: ...
 
 class StatusResponse(_message.Message):
-    __slots__ = ("header", "version", "db_size", "leader", "raft_index", "raft_term", "raft_applied_index", "errors", "db_size_in_use", "is_learner", "db_size_quota")
+    __slots__ = ("header", "version", "db_size", "errors", "db_size_in_use", "db_size_quota")
     HEADER_FIELD_NUMBER: _ClassVar[int]
     VERSION_FIELD_NUMBER: _ClassVar[int]
     DB_SIZE_FIELD_NUMBER: _ClassVar[int]
-    LEADER_FIELD_NUMBER: _ClassVar[int]
-    RAFT_INDEX_FIELD_NUMBER: _ClassVar[int]
-    RAFT_TERM_FIELD_NUMBER: _ClassVar[int]
-    RAFT_APPLIED_INDEX_FIELD_NUMBER: _ClassVar[int]
     ERRORS_FIELD_NUMBER: _ClassVar[int]
     DB_SIZE_IN_USE_FIELD_NUMBER: _ClassVar[int]
-    IS_LEARNER_FIELD_NUMBER: _ClassVar[int]
     DB_SIZE_QUOTA_FIELD_NUMBER: _ClassVar[int]
     header: ResponseHeader
     version: str
     db_size: int
-    leader: int
-    raft_index: int
-    raft_term: int
-    raft_applied_index: int
     errors: _containers.RepeatedScalarFieldContainer[str]
     db_size_in_use: int
-    is_learner: bool
     db_size_quota: int
-    def __init__(self, header: _Optional[_Union[ResponseHeader, _Mapping]] = ..., version: _Optional[str] = ..., db_size: _Optional[int] = ..., leader: _Optional[int] = ..., raft_index: _Optional[int] = ..., raft_term: _Optional[int] = ..., raft_applied_index: _Optional[int] = ..., errors: _Optional[_Iterable[str]] = ..., db_size_in_use: _Optional[int] = ..., is_learner: bool = ..., db_size_quota: _Optional[int] = ...) -> None: ...
+    def __init__(self, header: _Optional[_Union[ResponseHeader, _Mapping]] = ..., version: _Optional[str] = ..., db_size: _Optional[int] = ..., errors: _Optional[_Iterable[str]] = ..., db_size_in_use: _Optional[int] = ..., db_size_quota: _Optional[int] = ...) -> None: ...
 
 class AlarmRequest(_message.Message):
     __slots__ = ("action", "memberID", "alarm")
@@ -408,12 +334,6 @@ class DefragmentRequest(_message.Message):
     __slots__ = ()
     def __init__(self) -> None: ...
 
-class DefragmentResponse(_message.Message):
-    __slots__ = ("header",)
-    HEADER_FIELD_NUMBER: _ClassVar[int]
-    header: ResponseHeader
-    def __init__(self, header: _Optional[_Union[ResponseHeader, _Mapping]] = ...) -> None: ...
-
 class HashKVRequest(_message.Message):
     __slots__ = ("revision",)
     REVISION_FIELD_NUMBER: _ClassVar[int]
@@ -431,18 +351,10 @@ class HashKVResponse(_message.Message):
     def __init__(self, header: _Optional[_Union[ResponseHeader, _Mapping]] = ..., hash: _Optional[int] = ..., compact_revision: _Optional[int] = ...) -> None: ...
 
 class Member(_message.Message):
-    __slots__ = ("ID", "name", "peer_urls", "client_urls", "is_learner")
+    __slots__ = ("ID",)
     ID_FIELD_NUMBER: _ClassVar[int]
-    NAME_FIELD_NUMBER: _ClassVar[int]
-    PEER_URLS_FIELD_NUMBER: _ClassVar[int]
-    CLIENT_URLS_FIELD_NUMBER: _ClassVar[int]
-    IS_LEARNER_FIELD_NUMBER: _ClassVar[int]
     ID: int
-    name: str
-    peer_urls: _containers.RepeatedScalarFieldContainer[str]
-    client_urls: _containers.RepeatedScalarFieldContainer[str]
-    is_learner: bool
-    def __init__(self, ID: _Optional[int] = ..., name: _Optional[str] = ..., peer_urls: _Optional[_Iterable[str]] = ..., client_urls: _Optional[_Iterable[str]] = ..., is_learner: bool = ...) -> None: ...
+    def __init__(self, ID: _Optional[int] = ...) -> None: ...
 
 class MemberListRequest(_message.Message):
     __slots__ = ("linearizable",)
@@ -565,9 +477,3 @@ class AuthRoleRevokePermissionRequest(_message.Message):
     key: bytes
     range_end: bytes
     def __init__(self, role: _Optional[str] = ..., key: _Optional[bytes] = ..., range_end: _Optional[bytes] = ...) -> None: ...
-
-class AuthResponse(_message.Message):
-    __slots__ = ("header",)
-    HEADER_FIELD_NUMBER: _ClassVar[int]
-    header: ResponseHeader
-    def __init__(self, header: _Optional[_Union[ResponseHeader, _Mapping]] = ...) -> None: ...

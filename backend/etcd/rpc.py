@@ -78,17 +78,17 @@ def method(path: str, response: type[R]) -> Method[R]:
 
 RANGE = method("KV/Range", pb.RangeResponse)
 TXN = method("KV/Txn", pb.TxnResponse)
-DELETE = method("KV/DeleteRange", pb.DeleteRangeResponse)
-COMPACT = method("KV/Compact", pb.CompactionResponse)
+DELETE = method("KV/DeleteRange", pb.Answer)
+COMPACT = method("KV/Compact", pb.Answer)
 WATCH = method("Watch/Watch", pb.WatchResponse)
-GRANT = method("Lease/LeaseGrant", pb.LeaseGrantResponse)
-REVOKE = method("Lease/LeaseRevoke", pb.LeaseRevokeResponse)
+GRANT = method("Lease/LeaseGrant", pb.Answer)
+REVOKE = method("Lease/LeaseRevoke", pb.Answer)
 # On the wire, a stream of one message each way is the same as a unary call.
 KEEP_ALIVE = method("Lease/LeaseKeepAlive", pb.LeaseKeepAliveResponse)
-AUTHENTICATE = method("Auth/Authenticate", pb.AuthenticateResponse)
+AUTHENTICATE = method("Auth/Authenticate", pb.Answer)
 
 STATUS = method("Maintenance/Status", pb.StatusResponse)
 ALARM = method("Maintenance/Alarm", pb.AlarmResponse)
-DEFRAGMENT = method("Maintenance/Defragment", pb.DefragmentResponse)
+DEFRAGMENT = method("Maintenance/Defragment", pb.Answer)
 HASH_KV = method("Maintenance/HashKV", pb.HashKVResponse)
 MEMBERS = method("Cluster/MemberList", pb.MemberListResponse)
