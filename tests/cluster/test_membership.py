@@ -35,6 +35,7 @@ from irdmafs.backend.node.copier import Throttle
 from irdmafs.backend.node.files import Files
 from irdmafs.backend.node.housekeeping import HISTORY_KEPT_S
 from irdmafs.backend.node.resync import _Filling
+from irdmafs.backend.unwrap import background
 
 STEPS = int(os.environ.get("IRDMAFS_STEPS") or 60)
 TTL_S = 2  # short, and yet not lost on a busy machine
@@ -48,11 +49,11 @@ def address(node: int, *, store: str = "/store", free: int = 1 << 30) -> records
 
 
 class Process:
-    """What a mount, or the store node `node`, has of the cluster: an engine, a session that a test may run,
-    and its replica."""
+    """What a mount, or the store node `node`, has of the cluster: an engine, a session that a test may run
+    in the nursery, and its replica."""
 
-    def __init__(self, engine: EtcdEngine, node: int = 0) -> None:
-        self.engine = engine
+    def __init__(self, engine: EtcdEngine, nursery: trio.Nursery, node: int = 0) -> None:
+        self.engine, self.nursery = engine, nursery
         record = address(node) if node else MOUNT_RECORD
         self.session = Session(engine, record, TTL_S, node=node)
         self.members = Members(self.session)
@@ -62,13 +63,12 @@ class Process:
 
 @asynccontextmanager
 async def process(keys: EtcdKeys, node: int = 0) -> AsyncIterator[Process]:
-    async with EtcdEngine(keys.endpoints, keys.prefix) as engine, trio.open_nursery() as nursery:
-        found = Process(engine, node)
+    async with EtcdEngine(keys.endpoints, keys.prefix) as engine, background() as nursery:
+        found = Process(engine, nursery, node)
         if await engine.get(SETTINGS_KEY) is None:
             await engine.transact((), [Put(SETTINGS_KEY, encode(SETTINGS))])
         await found.replica.start(nursery)
         yield found
-        nursery.cancel_scope.cancel()
 
 
 async def until(condition: Callable[[], bool], changed: Callable[[], Awaitable[None]]) -> None:
@@ -99,9 +99,9 @@ async def test_session_is_registered_until_it_is_released(keys: EtcdKeys) -> Non
 
 
 async def test_session_of_a_process_that_was_stopped_goes_on(keys: EtcdKeys) -> None:
-    async with process(keys) as mount, trio.open_nursery() as nursery:
+    async with process(keys) as mount:
         session = mount.session
-        await nursery.start(session.run)
+        await mount.nursery.start(session.run)
         number = session.number
         for _ in range(3):
             known_s = session.valid_until
@@ -110,7 +110,6 @@ async def test_session_of_a_process_that_was_stopped_goes_on(keys: EtcdKeys) -> 
                 await session._changed.park()
         assert session.valid()
         assert session.number == number
-        await session.release()
 
 
 async def test_session_is_invalid_before_etcd_lets_its_key_go(keys: EtcdKeys) -> None:
@@ -130,11 +129,11 @@ async def test_session_is_invalid_before_etcd_lets_its_key_go(keys: EtcdKeys) ->
 @pytest.mark.parametrize("has_lease", [False, True], ids=["revoked", "key deleted"])
 async def test_lost_session_is_followed_by_a_new_number(keys: EtcdKeys, has_lease: bool) -> None:
     lost = trio.Event()
-    async with process(keys) as mount, trio.open_nursery() as nursery:
+    async with process(keys) as mount:
         session = mount.session
         gone: list[int] = []
         mount.members.session_gone.append(gone.append)
-        await nursery.start(partial(session.run, on_lost=lost.set))
+        await mount.nursery.start(partial(session.run, on_lost=lost.set))
         first = session.number
         if has_lease:
             await mount.engine.transact((), [Delete(session.key)])
@@ -145,15 +144,14 @@ async def test_lost_session_is_followed_by_a_new_number(keys: EtcdKeys, has_leas
         await mount.replica.barrier()
         assert list(mount.members.sessions) == [session.number]
         assert gone == [first]
-        await session.release()
 
 
 async def test_session_goes_on_when_etcd_was_away_and_still_has_its_lease() -> None:
     lost = trio.Event()
     with EtcdServer() as server:
-        async with process(EtcdKeys(server, b"/test/")) as mount, trio.open_nursery() as nursery:
+        async with process(EtcdKeys(server, b"/test/")) as mount:
             session = mount.session
-            await nursery.start(partial(session.run, on_lost=lost.set))
+            await mount.nursery.start(partial(session.run, on_lost=lost.set))
             number = session.number
             await trio.to_thread.run_sync(server.kill9)
             while session.valid():
@@ -164,11 +162,10 @@ async def test_session_goes_on_when_etcd_was_away_and_still_has_its_lease() -> N
             assert record is not None
             assert record.mod_revision == number
             assert not lost.is_set()
-            await session.release()
 
 
 async def test_node_looks_over_what_it_has_before_each_registration(keys: EtcdKeys) -> None:
-    async with process(keys, 7) as node, trio.open_nursery() as nursery:
+    async with process(keys, 7) as node:
         key = key_of(b"n", 7)
         await admit(node.engine, 7, UP)
         seen: list[KeyValue | None] = []
@@ -180,29 +177,27 @@ async def test_node_looks_over_what_it_has_before_each_registration(keys: EtcdKe
 
         session = node.session
         lost = trio.Event()
-        await nursery.start(partial(session.run, verify, lost.set))
+        await node.nursery.start(partial(session.run, verify, lost.set))
         await node.engine.leases.revoke(session.lease)
         await lost.wait()
         await session.wait_valid()
         assert seen == [None, None, None]  # the second try failed, and was repeated
-        await session.release()
 
 
 async def test_second_store_with_the_same_node_id_is_refused(keys: EtcdKeys) -> None:
-    async with process(keys) as node, trio.open_nursery() as nursery:
+    async with process(keys) as node:
         await admit(node.engine, 7, UP)
         first = Session(node.engine, address(7), TTL_S, node=7)
-        await nursery.start(first.run)
+        await node.nursery.start(first.run)
         copy = Session(node.engine, address(7, store="/copy"), TTL_S, node=7)
         with pytest.raises(OSError, match="was the store directory copied"):
             await copy.run()
         # The same store again: its former process died without a word.
         second = Session(node.engine, address(7), TTL_S, node=7)
-        await nursery.start(second.run)
+        await node.nursery.start(second.run)
         assert second.number > first.number
         await node.replica.wait_applied(second.number)
         assert node.members.nodes.get(7) == address(7)
-        nursery.cancel_scope.cancel()
 
 
 class GoneOnceSeen(EtcdEngine):
@@ -217,29 +212,27 @@ class GoneOnceSeen(EtcdEngine):
 
 
 async def test_node_starts_while_the_lease_of_its_former_process_ends(keys: EtcdKeys) -> None:
-    async with process(keys) as node, trio.open_nursery() as nursery:
+    async with process(keys) as node:
         await admit(node.engine, 7, UP)
         first = Session(node.engine, address(7), TTL_S, node=7)
-        async with trio.open_nursery() as killed:
+        async with background() as killed:
             await killed.start(first.run)
-            killed.cancel_scope.cancel()
         async with GoneOnceSeen(keys.endpoints, keys.prefix) as engine:
             engine.lease = first.lease
             second = Session(engine, address(7), TTL_S, node=7)
-            await nursery.start(second.run)
+            await node.nursery.start(second.run)
             assert second.number > first.number
             found = await node.engine.get(second.key)
             assert found is not None
             assert found.mod_revision == second.number
-            nursery.cancel_scope.cancel()
 
 
 async def test_node_tells_of_its_space_within_its_session(keys: EtcdKeys) -> None:
-    async with process(keys, 7) as node, trio.open_nursery() as nursery:
+    async with process(keys, 7) as node:
         await admit(node.engine, 7, UP)
         session = node.session
         await session.update(address(7, free=4))
-        await nursery.start(session.run)
+        await node.nursery.start(session.run)
         await node.replica.barrier()
         assert node.members.nodes == {7: address(7, free=4)}, "as it was told before it began"
         for free in (5, 6, 7):
@@ -255,11 +248,10 @@ async def test_node_tells_of_its_space_within_its_session(keys: EtcdKeys) -> Non
         await session.update(address(7, free=8))
         session.valid_until = until
         assert session.record == address(7, free=7), "what was not told is told later"
-        await session.release()
 
 
 async def test_node_that_was_removed_does_not_come_back_by_itself(keys: EtcdKeys) -> None:
-    async with process(keys) as node, trio.open_nursery() as nursery:
+    async with process(keys) as node:
         engine = node.engine
         session = Session(engine, address(7), TTL_S, node=7)
         with pytest.raises(Removed, match=r"empty store directory, .* cluster admit 0{15}7$"):
@@ -273,7 +265,7 @@ async def test_node_that_was_removed_does_not_come_back_by_itself(keys: EtcdKeys
                 await session.run(task_status=task_status)
             told.set()
 
-        await nursery.start(run)
+        await node.nursery.start(run)
         # Removed while it was cut off, for so long that its lease is over.
         await engine.transact((), [Delete(key_of(b"N", 7))])
         await engine.leases.revoke(session.lease)
@@ -286,7 +278,7 @@ async def test_node_that_was_removed_does_not_come_back_by_itself(keys: EtcdKeys
 
 
 async def test_members_tell_which_nodes_live(keys: EtcdKeys) -> None:
-    async with process(keys) as watcher, trio.open_nursery() as nursery:
+    async with process(keys) as watcher:
         members, engine = watcher.members, watcher.engine
         changes: list[int] = []
         members.node_changed.append(changes.append)
@@ -301,7 +293,7 @@ async def test_members_tell_which_nodes_live(keys: EtcdKeys) -> None:
         assert [c.node for c in members.candidates(60, {7})] == [7]
         assert members.elected() is None
         session = Session(engine, address(7), TTL_S, node=7)
-        await nursery.start(session.run)
+        await watcher.nursery.start(session.run)
         await watcher.replica.barrier()
         assert members.nodes.get(7) == address(7)
         assert not members.dead_since
@@ -319,10 +311,10 @@ async def test_members_tell_which_nodes_live(keys: EtcdKeys) -> None:
 
 
 async def test_writer_waits_for_followers_until_they_saw_it_or_are_gone(keys: EtcdKeys) -> None:
-    async with process(keys) as watcher, trio.open_nursery() as nursery:
+    async with process(keys) as watcher:
         members, engine = watcher.members, watcher.engine
         follower = Session(engine, MOUNT_RECORD, TTL_S)
-        await nursery.start(follower.run)
+        await watcher.nursery.start(follower.run)
         lease = follower.lease
         revision = await engine.transact((), [Put(followed_key(12, lease), b"", lease)])
         await watcher.replica.barrier()
@@ -335,7 +327,7 @@ async def test_writer_waits_for_followers_until_they_saw_it_or_are_gone(keys: Et
             await members.wait_acked(lambda: {lease: revision})
             done.set()
 
-        nursery.start_soon(wait)
+        watcher.nursery.start_soon(wait)
         for seen in (revision - 1, revision):
             await trio.testing.wait_all_tasks_blocked()
             assert not done.is_set()
@@ -395,7 +387,7 @@ class AllOn(Placement):
 
 async def test_groups_of_a_pool_are_created_once_by_whoever_is_first(keys: EtcdKeys) -> None:
     history: list[Change] = []
-    async with process(keys) as first, process(keys) as second, trio.open_nursery() as nursery:
+    async with process(keys) as first, process(keys) as second:
         start = first.replica.applied
 
         async def create(who: Process, nodes: tuple[int, ...]) -> None:
@@ -418,7 +410,6 @@ async def test_groups_of_a_pool_are_created_once_by_whoever_is_first(keys: EtcdK
                 if sum(len(change.events) for change in history) == 16:
                     break
         assert all(revision < first.replica.applied + 1 for revision, _ in history)
-        nursery.cancel_scope.cancel()
     told = [event.key for change in history for event in change.events]
     assert len(told) == len(set(told)) == 16
 
@@ -465,7 +456,7 @@ async def watched(
     async with (
         cluster(keys, buckets, ttl_s) as made,
         EtcdEngine(keys.endpoints, keys.prefix) as engine,
-        trio.open_nursery() as nursery,
+        background() as nursery,
     ):
         watcher = Watcher(made)
         writer = Writer(made, engine, 1000)
@@ -476,7 +467,6 @@ async def watched(
         await writer.start(nursery)
         yield made, watcher, writer, nursery
         await watcher.replica.barrier()
-        nursery.cancel_scope.cancel()
     assert watcher.failures == []
 
 
@@ -719,14 +709,13 @@ class GoneOnceGranted(EtcdLeases):
 @pytest.mark.parametrize("node", [0, 7], ids=["of a mount", "of a node"])
 async def test_a_lease_that_ends_at_once_is_followed_by_another(keys: EtcdKeys, node: int) -> None:
     record = address(7) if node else MOUNT_RECORD
-    async with EtcdEngine(keys.endpoints, keys.prefix) as engine, trio.open_nursery() as nursery:
+    async with EtcdEngine(keys.endpoints, keys.prefix) as engine, background() as nursery:
         leases = engine.leases = GoneOnceGranted(engine.calls, 0)
         await admit(engine, 7, UP)
         session = Session(engine, record, TTL_S, node=node)
         await nursery.start(session.run)
         assert session.valid()
         assert leases.granted == 2
-        await session.release()
 
 
 async def test_who_waits_for_an_ended_session_stops_in_order(

@@ -28,6 +28,7 @@ from irdmafs.backend.namespace import (
 )
 from irdmafs.backend.namespace.events import Listener
 from irdmafs.backend.namespace.others import Claims
+from irdmafs.backend.unwrap import background
 
 Result = TypeVar("Result")
 
@@ -103,11 +104,10 @@ class HostNamespace(Namespace):
 async def host(
     keys: EtcdKeys, hub: type[Replica] = Replica, *, maker: int = 0, claims: Claims | None = None
 ) -> AsyncIterator[HostNamespace]:
-    async with EtcdEngine(keys.endpoints, keys.prefix) as engine, trio.open_nursery() as nursery:
+    async with EtcdEngine(keys.endpoints, keys.prefix) as engine, background() as nursery:
         namespace = HostNamespace(engine, hub, maker=maker, claims=claims)
         await namespace.start(nursery)
         yield namespace
-        nursery.cancel_scope.cancel()
 
 
 @asynccontextmanager

@@ -39,6 +39,7 @@ from irdmafs.backend.node.scrub import Scrub
 from irdmafs.backend.node.service import NodeService
 from irdmafs.backend.node.state import ClusterState
 from irdmafs.backend.transport import Extent, FileRange, Landed, Unreachable
+from irdmafs.backend.unwrap import background
 
 TTL_S = 2
 
@@ -206,14 +207,13 @@ class Cluster:
 @asynccontextmanager
 async def cluster(keys: EtcdKeys, buckets: int = 16, ttl_s: int = TTL_S) -> AsyncIterator[Cluster]:
     with tempfile.TemporaryDirectory(prefix="irdmafs-nodes-", dir="/dev/shm") as directory:
-        async with trio.open_nursery() as nursery:
+        async with background() as nursery:
             made = Cluster(keys, directory, nursery, buckets, ttl_s)
             async with EtcdEngine(keys.endpoints, keys.prefix) as engine:
                 await engine.transact(
                     (), [Put(records.SETTINGS_KEY, records.encode(made.settings))]
                 )
             yield made
-            nursery.cancel_scope.cancel()
 
 
 class Writer:

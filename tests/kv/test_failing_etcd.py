@@ -31,6 +31,7 @@ from irdmafs.backend.etcd.rpc import ALARM, DELETE, RANGE, NoAnswer
 from irdmafs.backend.kv import Change, Compacted, Compare, Delete, Event, NoSpace, Put
 from irdmafs.backend.trust.authority import issue, list_revoked, make_ca
 from irdmafs.backend.trust.security import Credentials
+from irdmafs.backend.unwrap import background
 
 END = b"\xff"
 
@@ -51,6 +52,15 @@ async def history(
             break
     watch.close()
     return changes
+
+
+async def served(
+    connected: Callable[[trio.SocketStream], Awaitable[None]], nursery: trio.Nursery
+) -> str:
+    """Serve whoever connects, and return the endpoint."""
+    (listener,) = await trio.open_tcp_listeners(0, host="127.0.0.1")
+    nursery.start_soon(trio.serve_listeners, connected, [listener])
+    return f"127.0.0.1:{listener.socket.getsockname()[1]}"
 
 
 class Link:
@@ -91,9 +101,7 @@ class Proxy:
         self.endpoint = ""
 
     async def serve(self, nursery: trio.Nursery) -> None:
-        (listener,) = await trio.open_tcp_listeners(0, host="127.0.0.1")
-        self.endpoint = f"127.0.0.1:{listener.socket.getsockname()[1]}"
-        nursery.start_soon(trio.serve_listeners, self._connected, [listener])
+        self.endpoint = await served(self._connected, nursery)
 
     async def hold(self, text: bytes) -> None:
         """Until a client sent something with this in it, which is held; what follows is lost."""
@@ -174,7 +182,7 @@ async def proxied(
 ) -> AsyncIterator[tuple[Proxy, EtcdEngine, EtcdEngine]]:
     """A proxy, an engine that goes through it and has made a transaction, and one that does not."""
     proxy = Proxy(server)
-    async with trio.open_nursery() as nursery:
+    async with background() as nursery:
         await proxy.serve(nursery)
         async with (
             EtcdEngine(server.endpoints, prefix) as direct,
@@ -183,7 +191,6 @@ async def proxied(
             await engine.transact((), [Put(b"start", b"")])
             yield proxy, engine, direct
             proxy.holding = proxy.losing = False
-        nursery.cancel_scope.cancel()
 
 
 @pytest.fixture(scope="module")
@@ -436,7 +443,7 @@ async def test_a_watch_that_was_lost_goes_on_without_gap_or_duplicate(etcd: Etcd
     chance = seeded()
     async with proxied(etcd, new_prefix()) as (proxy, engine, direct):
         watched: list[Change] = []
-        async with trio.open_nursery() as nursery:
+        async with background() as nursery:
             nursery.start_soon(collect, engine, watched)
             for number in range(400):
                 last = await direct.transact((), [Put(b"a", b"%d" % number), Put(b"b", b"")])
@@ -444,7 +451,6 @@ async def test_a_watch_that_was_lost_goes_on_without_gap_or_duplicate(etcd: Etcd
                     await proxy.cut()
             while not watched or watched[-1].revision < last:
                 await trio.sleep(0.01)
-            nursery.cancel_scope.cancel()
         assert watched == await history(direct, b"", END, last)
 
 
@@ -530,13 +536,10 @@ class TestRefusal:
             await stream.send_all(b"220 mail.example.com ESMTP service ready\r\n")
             await stream.receive_some()
 
-        async with trio.open_nursery() as nursery:
-            (listener,) = await trio.open_tcp_listeners(0, host="127.0.0.1")
-            nursery.start_soon(trio.serve_listeners, greet, [listener])
-            port = listener.socket.getsockname()[1]
-            error = await self.refusal(EtcdEngine([f"127.0.0.1:{port}"], b"/", timeout_s=5))
+        async with background() as nursery:
+            endpoint = await served(greet, nursery)
+            error = await self.refusal(EtcdEngine([endpoint], b"/", timeout_s=5))
             assert "HTTP/2" in str(error)
-            nursery.cancel_scope.cancel()
 
     async def test_of_a_peer_that_sends_nonsense(self) -> None:
         """Random frames, some of them nearly right: an error of ours, and nothing else."""
@@ -559,13 +562,10 @@ class TestRefusal:
                 if chance.random() < 0.3:
                     await stream.send_all(chance.randbytes(chance.randrange(100)))
 
-        async with trio.open_nursery() as nursery:
-            (listener,) = await trio.open_tcp_listeners(0, host="127.0.0.1")
-            nursery.start_soon(trio.serve_listeners, babble, [listener])
-            port = listener.socket.getsockname()[1]
+        async with background() as nursery:
+            endpoint = await served(babble, nursery)
             for _ in range(40):
-                await self.refusal(EtcdEngine([f"127.0.0.1:{port}"], b"/", timeout_s=0.1))
-            nursery.cancel_scope.cancel()
+                await self.refusal(EtcdEngine([endpoint], b"/", timeout_s=0.1))
 
     @pytest.mark.parametrize("address", ["", "ftp://host", "host:port", "http://", "host:1/path"])
     def test_of_an_address_that_is_none(self, address: str) -> None:
@@ -713,14 +713,13 @@ async def test_a_call_goes_to_another_member_if_one_stands_still(
     ]
     for step in steps:
         proxy = Proxy(etcd)
-        async with trio.open_nursery() as nursery:
+        async with background() as nursery:
             await proxy.serve(nursery)
             async with EtcdEngine([proxy.endpoint, etcd.endpoint], new_prefix()) as engine:
                 engine.try_within(1)
                 await engine.transact([], [Put(b"k", b"")])
                 proxy.losing = True
                 await step(engine)
-            nursery.cancel_scope.cancel()
 
 
 async def test_closing_ends_what_waits(etcd: EtcdServer) -> None:

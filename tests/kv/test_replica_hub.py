@@ -25,6 +25,7 @@ from irdmafs.backend.etcd.engine import EtcdEngine
 from irdmafs.backend.kv import Change, Event, KeyValue, Put
 from irdmafs.backend.namespace import ROOT_INO
 from irdmafs.backend.namespace.inode import inode_key, name_key
+from irdmafs.backend.unwrap import background
 
 Result = TypeVar("Result")
 
@@ -132,7 +133,7 @@ async def test_a_host_whose_events_were_compacted_away_catches_up_and_tells_what
     async with (
         shared.host(compacted_keys) as other,
         LosesEvents(compacted_keys.endpoints, compacted_keys.prefix) as engine,
-        trio.open_nursery() as nursery,
+        background() as nursery,
     ):
         for name in (b"stays", b"goes", b"moves"):
             await other.create(ROOT_INO, name, FILE, 0, 0)
@@ -158,14 +159,13 @@ async def test_a_host_whose_events_were_compacted_away_catches_up_and_tells_what
         await other.create(place.ino, b"later", FILE, 0, 0)
         await replica.barrier()
         assert shared.everything(namespace) == shared.everything(other)
-        nursery.cancel_scope.cancel()
 
 
 # -- the hub -----------------------------------------------------------------------------------------
 
 
 async def test_hub_hands_every_transaction_whole_to_its_consumers_in_order(keys: EtcdKeys) -> None:
-    async with EtcdEngine(keys.endpoints, keys.prefix) as engine, trio.open_nursery() as nursery:
+    async with EtcdEngine(keys.endpoints, keys.prefix) as engine, background() as nursery:
         consumer = Recorded()
         replica = Replica(engine, (consumer,))
         await replica.start(nursery)
@@ -181,7 +181,6 @@ async def test_hub_hands_every_transaction_whole_to_its_consumers_in_order(keys:
         revision = await engine.transact((), [Put(b"q", b"again")])
         await replica.barrier()
         assert replica.applied >= revision
-        nursery.cancel_scope.cancel()
 
 
 class Gate:
@@ -265,12 +264,11 @@ async def test_whoever_waits_for_the_hub_is_told_when_the_engine_is_closed(keys:
 
 
 async def test_a_revision_that_does_not_come_is_waited_for_only_so_long(keys: EtcdKeys) -> None:
-    async with EtcdEngine(keys.endpoints, keys.prefix) as engine, trio.open_nursery() as nursery:
+    async with EtcdEngine(keys.endpoints, keys.prefix) as engine, background() as nursery:
         engine.calls.timeout_s = 0.1
         replica = Replica(engine, ())
         await replica.start(nursery)
         assert await shared.error_of(replica.wait_applied(2**60)) == "ETIMEDOUT"
-        nursery.cancel_scope.cancel()
 
 
 # -- against the model, on two hosts whose replicas are as far behind as they may be ----------------
