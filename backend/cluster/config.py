@@ -10,7 +10,6 @@ made by `irdmafs cluster init` can be moved. Every error names the file and the 
 """
 
 import difflib
-import functools
 import ipaddress
 import os
 import signal
@@ -119,23 +118,13 @@ def find_config(path: str | None = None) -> str | None:
     return DEFAULT_PATH if os.path.exists(DEFAULT_PATH) else None
 
 
-@functools.cache
-def _paths() -> tuple[tuple[str, str], ...]:
-    """Return section and key of each path."""
-    return tuple(
-        (section, setting.name)
-        for section, kind in SECTIONS.items()
-        for setting in declared(kind)
-        if setting.option.is_path
-    )
-
-
 def _make_paths_absolute(data: dict[str, dict[str, object]], directory: str) -> None:
-    for section, key in _paths():
-        value = data.get(section, {}).get(key)
-        if isinstance(value, str) and value:
-            path = os.path.join(directory, os.path.expanduser(value))
-            data[section][key] = os.path.normpath(path)
+    for section, values in data.items():
+        for setting in declared(SECTIONS[section]):
+            value = values.get(setting.name)
+            if setting.option.is_path and isinstance(value, str) and value:
+                path = os.path.join(directory, os.path.expanduser(value))
+                values[setting.name] = os.path.normpath(path)
 
 
 def _read(path: str) -> dict[str, dict[str, object]]:

@@ -360,7 +360,6 @@ class Certificates(RecordKeeper):
     def __init__(self, own: Credentials | None = None, faults: Faults | None = None) -> None:
         super().__init__(faults)
         self._own = own
-        self._loaded = False
         self.records: dict[str, CertificateRecord] = {}
         self._kept: dict[int, int] = {}  # owner -> subvolume
         # Called with the serial number of a certificate that was revoked.
@@ -373,10 +372,6 @@ class Certificates(RecordKeeper):
     def kept_to(self, lease: int) -> int:
         """Return the subvolume that the mount with this lease is kept to, 0: none."""
         return self._kept.get(lease >> LEASE_BITS, 0)
-
-    def load(self, records: Sequence[KeyValue], revision: int) -> None:
-        super().load(records, revision)
-        self._loaded = True
 
     def take(self, key: bytes, value: bytes | None, revision: int) -> None:
         serial = key[1:].decode(errors="replace")
@@ -400,5 +395,5 @@ class Certificates(RecordKeeper):
                 "start it with another one (irdmafs cluster cert %s --role %s)",
                 record.name, record.role,
             )  # fmt: skip
-        elif self._loaded:
+        elif self._keys:  # not when the first ones are loaded
             log.warning("the certificate of %s %r is revoked", record.role, record.name)

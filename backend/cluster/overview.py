@@ -259,21 +259,14 @@ async def ask_nodes(found: Cluster, config: ClusterConfig) -> None:
             raise OSError(errno.EBADMSG, f"its report makes no sense: {error}") from None
 
     try:
-        refused = await _ask_each(found, config, found.live, ask)
+        refused = await ask_each(found, config, found.live, ask)
     except ConfigError as error:
         found.notes.append(f"nodes are not asked: {error}")
         return
     found.notes += [f"node {node:016x} does not answer: {why}" for node, why in refused.items()]
 
 
-async def begin_scrub(
-    found: Cluster, config: ClusterConfig, nodes: Iterable[int]
-) -> dict[int, str]:
-    """Have these nodes check all they keep; return why others do not. Raises ConfigError."""
-    return await _ask_each(found, config, nodes, Peers.scrub)
-
-
-async def _ask_each(
+async def ask_each(
     found: Cluster,
     config: ClusterConfig,
     nodes: Iterable[int],

@@ -112,7 +112,8 @@ def scrub(ctx: click.Context, node: str | None, config_path: str | None) -> None
     the cluster's file, scrub_rate and scrub_period under [node] set how fast it reads, and how often it
     does this by itself.
     """
-    from ..backend.cluster.overview import begin_scrub
+    from ..backend.cluster.overview import ask_each
+    from ..backend.transport.peers import Peers
 
     config = load(config_path)
 
@@ -123,7 +124,7 @@ def scrub(ctx: click.Context, node: str | None, config_path: str | None) -> None
         nodes = found.live if node is None else {number}
         if not nodes:
             raise MountError("no store node is up")
-        return await begin_scrub(found, config, nodes)
+        return await ask_each(found, config, nodes, Peers.scrub)
 
     refused = with_etcd(config, begin)
     for number, why in refused.items():
