@@ -21,7 +21,7 @@ from harness.mountpoint import eventually
 from irdmafs.backend.etcd.engine import EtcdEngine
 from irdmafs.backend.kv import Put, WentBack
 
-WITHIN_S = 60.0
+in_time = partial(eventually, within_s=60.0)
 SIZE = 200_000  # more than what is kept in etcd itself
 
 
@@ -42,24 +42,13 @@ def restore(cluster: Cluster, path: Path) -> Path:
     kept = cluster.directory / "newest"
     member.kill9()
     shutil.move(data_of(cluster), kept)
-    options = dict(
-        word.removeprefix("--").partition("=")[::2]
-        for word in member.command
-        if word.startswith("--")
-    )
-    subprocess.run(
-        ["etcdctl", "snapshot", "restore", str(path), f"--data-dir={data_of(cluster)}"]
-        + [
-            f"--{name}={options[name]}"
-            for name in ("name", "initial-cluster", "initial-advertise-peer-urls")
-        ]
-        + ["--initial-cluster-token=another"],
-        check=True,
-        capture_output=True,
-        env=os.environ | {"ETCDCTL_API": "3"},
-    )
-    member.start()
-    cluster.etcd.wait_ready()
+    names = ("--name=", "--initial-cluster=", "--initial-advertise-peer-urls=")
+    options = [word for word in member.command if word.startswith(names)]
+    options += [f"--data-dir={data_of(cluster)}", "--initial-cluster-token=another"]
+    command = ["etcdctl", "snapshot", "restore", str(path), *options]
+    environment = os.environ | {"ETCDCTL_API": "3"}
+    subprocess.run(command, check=True, capture_output=True, env=environment)
+    cluster.etcd.start()
     return kept
 
 
@@ -68,8 +57,7 @@ def put_back(cluster: Cluster, kept: Path) -> None:
     member.kill9()
     shutil.rmtree(data_of(cluster))
     shutil.copytree(kept, data_of(cluster))
-    member.start()
-    cluster.etcd.wait_ready()
+    cluster.etcd.start()
 
 
 def extents(node: StoreNode) -> set[str]:
@@ -123,30 +111,22 @@ def test_the_newest_data_come_back_and_everything_goes_on_where_it_was(cluster: 
         # The running nodes know by themselves.
         before = [extents(node) for node in cluster.nodes]
         kept = restore(cluster, saved)
-        eventually(lambda: is_told(cluster), "cluster status tells it", WITHIN_S)
+        in_time(lambda: is_told(cluster), "cluster status tells it")
         with pytest.raises(OSError, match=r"Input/output error"):
             (there / "refused").write_bytes(b"nothing may be written")
         # Killed and started ones, too.
         cluster.nodes[0].kill9()
         cluster.nodes[0].start()
-        eventually(lambda: "This node waits" in cluster.nodes[0].log_tail(), "it waits", WITHIN_S)
+        in_time(lambda: "This node waits" in cluster.nodes[0].log_tail(), "it waits")
         assert [extents(node) for node in cluster.nodes] == before
         put_back(cluster, kept)
         cluster.wait_healthy()
-        eventually(
-            lambda: is_readable(there / "new") and is_readable(here / "old"),
-            "both mounts go on",
-            WITHIN_S,
-        )
+        in_time(lambda: is_readable(there / "new") and is_readable(here / "old"), "both go on")
         held.write(b" and whole")
-    eventually(
-        lambda: (there / "open").read_bytes() == b"half and whole",
-        "what was open is published",
-        WITHIN_S,
-    )
+    in_time(lambda: (there / "open").read_bytes() == b"half and whole", "it is published")
     write(there, "newer")
     assert is_readable(here / "newer")
-    eventually(lambda: status(cluster)[0] == 0, "all is well", WITHIN_S)
+    in_time(lambda: status(cluster)[0] == 0, "all is well")
     assert not any(map(in_quarantine, cluster.nodes))
 
 
@@ -159,7 +139,7 @@ def test_the_restored_state_is_accepted_and_nothing_is_mixed_up(cluster: Cluster
     away.terminate()
     lost = extents(cluster.nodes[0])
     restore(cluster, saved)
-    eventually(lambda: is_told(cluster), "cluster status tells it", WITHIN_S)
+    in_time(lambda: is_told(cluster), "cluster status tells it")
     # A mount that starts now says so, too.
     folder = cluster.directory / "late"
     folder.mkdir()
@@ -186,7 +166,7 @@ def test_the_restored_state_is_accepted_and_nothing_is_mixed_up(cluster: Cluster
     away.start()
     cluster.wait_healthy()
     for folder in (here, there):
-        eventually(partial(is_readable, folder / "old"), "the mounts go on", WITHIN_S)
+        in_time(partial(is_readable, folder / "old"), "the mounts go on")
         assert sorted(os.listdir(folder)) == ["changed", "old"]
         assert not is_readable(folder / "changed"), "its content was replaced after the backup"
     assert all(map(in_quarantine, cluster.nodes)), "what is newer can still be had"
@@ -194,7 +174,7 @@ def test_the_restored_state_is_accepted_and_nothing_is_mixed_up(cluster: Cluster
     write(there, "from there")
     for folder in (here, there):
         assert all(is_readable(folder / name) for name in ("newer", "changed", "from there"))
-    eventually(lambda: status(cluster)[0] == 0, "all is well", WITHIN_S)
+    in_time(lambda: status(cluster)[0] == 0, "all is well")
     for part in (*cluster.nodes, *cluster.mounts):
         part.kill9()
     for part in (*cluster.nodes, *cluster.mounts):
@@ -222,9 +202,7 @@ def test_an_old_copy_of_a_store_is_not_taken_for_an_old_etcd(cluster: Cluster) -
     cluster.wait_healthy()
     assert status(cluster)[0] == 0
     cluster.nodes[1].kill9()
-    eventually(
-        lambda: is_readable(here / "new") and is_readable(here / "old"), "it has all", WITHIN_S
-    )
+    in_time(lambda: is_readable(here / "new") and is_readable(here / "old"), "it has all")
 
 
 @pytest.mark.parametrize("overtaken", [False, True])

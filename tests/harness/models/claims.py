@@ -105,16 +105,11 @@ class Model(Machine[State]):
     def steps(self, state: State) -> Iterator[tuple[str, State]]:
         for number, host in enumerate(state.hosts):
             if host.flight is not None:
-                yield (
-                    f"etcd answers {host.flight.kind} of host {number}",
-                    self._answered(state, number),
-                )
+                answered = self._answered(state, number)
+                yield f"etcd answers {host.flight.kind} of host {number}", answered
             if state.losses and host.valid:
-                lost = self._with(state, number, valid=False)
-                yield (
-                    f"host {number} thinks its session over",
-                    lost._replace(losses=state.losses - 1),
-                )
+                lost = self._with(state, number, valid=False)._replace(losses=state.losses - 1)
+                yield f"host {number} thinks its session over", lost
             if not host.valid and number not in state.etcd.ended:
                 yield f"etcd ends the session of host {number}", self._ended(state, number)
             if host.flight is None:

@@ -149,11 +149,8 @@ class Model(Machine[State]):
         for at in range(len(state.to_reader)):
             yield from self._reader_steps(self._reader_knows(state, at))
         if left.losses and writer.valid:
-            lost = self._writer(state, valid=False)
-            yield (
-                "the writer thinks its session over",
-                lost._replace(left=left._replace(losses=left.losses - 1)),
-            )
+            fewer = state._replace(left=left._replace(losses=left.losses - 1))
+            yield "the writer thinks its session over", self._writer(fewer, valid=False)
         if not writer.valid and not state.etcd.ended:
             yield "etcd ends the writer's session", self._claim_gone(state, ended=True)
         if left.losses and state.etcd.claim == EXCLUSIVE and reader.phase == "waits":

@@ -145,21 +145,17 @@ class Model(Machine[State]):
             done = sum(key.worker == f"w{number}" for key in state.acknowledged)
             if done < self._bounds.steps:
                 key = Key(f"w{number}", done + 1)
-                yield (
-                    f"worker {number} pushes {done + 1}",
-                    state._replace(
-                        acknowledged=state.acknowledged | {key}, present=state.present | {key}
-                    ),
-                )
+                acknowledged, present = state.acknowledged | {key}, state.present | {key}
+                after = state._replace(acknowledged=acknowledged, present=present)
+                yield f"worker {number} pushes {done + 1}", after
         if self._bounds.again:
             for key in sorted(state.acknowledged - state.present):
                 yield f"{key} is pushed again", state._replace(present=state.present | {key})
         if len(state.removed) < self._bounds.removals:
             for key in sorted(state.present):
-                yield (
-                    f"{key} is removed by its user",
-                    state._replace(present=state.present - {key}, removed=state.removed | {key}),
-                )
+                present, removed = state.present - {key}, state.removed | {key}
+                after = state._replace(present=present, removed=removed)
+                yield f"{key} is removed by its user", after
         for number, process in enumerate(state.coordinators):
             for label, after, now in self._coordinate(state, process):
                 processes = _with(after.coordinators, number, now)
@@ -276,13 +272,8 @@ class Model(Machine[State]):
         else:
             del nexts[number, me.attempt]
             versions[number] = made
-            yield (
-                "commits",
-                state._replace(
-                    versions=tuple(sorted(versions.items())), next=tuple(sorted(nexts.items()))
-                ),
-                Process(),
-            )
+            made_now, made_next = tuple(sorted(versions.items())), tuple(sorted(nexts.items()))
+            yield "commits", state._replace(versions=made_now, next=made_next), Process()
 
     def _try_again(self, state: State, me: Process) -> Iterator[tuple[str, State, Process]]:
         """Plan without the pushes that were gone."""
