@@ -34,6 +34,7 @@ are its stripes, (content, stripe index).
 """
 
 import struct
+from collections.abc import Callable
 from functools import partial
 from typing import Annotated, Final, NamedTuple, NewType, TypeVar
 
@@ -253,11 +254,7 @@ class Layout(NamedTuple):
 
 T = TypeVar("T")
 
-_encode = msgspec.msgpack.Encoder().encode
-
-
-def encode(record: msgspec.Struct) -> bytes:
-    return _encode(record)
+encode: Final[Callable[[msgspec.Struct], bytes]] = msgspec.msgpack.Encoder().encode
 
 
 def decode(value: bytes, kind: type[T]) -> T:

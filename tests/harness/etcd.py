@@ -290,9 +290,9 @@ class Etcd:
     def revision(self, member: int = 0) -> int:
         return int(self._status(member)["header"]["revision"])
 
-    def compact(self, revision: int | None = None) -> int:
-        """Forget the history before `revision` (default: the newest). Returns it."""
-        revision = self.revision() if revision is None else revision
+    def compact(self) -> int:
+        """Forget the history before the newest revision. Returns that."""
+        revision = self.revision()
         self.ctl("compact", str(revision), "--physical")
         return revision
 
