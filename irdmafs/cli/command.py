@@ -29,8 +29,7 @@ from .members import cluster
 from .nodes import admit, drain, prefetch, rebalance, remove, scrub
 from .serve import serve
 from .train import train
-from .versions import clone, diff, hold, publish, rollback, versions
-from .watch import watch
+from .versions import clone, diff, hold, publish, rollback, versions, watch
 
 if TYPE_CHECKING:
     from ..backend.cluster.config import ClusterConfig
