@@ -18,8 +18,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from . import _locks
-from ._clones import clone_all
-from ._drafts import store_together
+from ._drafts import clone_all, store_together
 from ._files import RENAME_NOREPLACE, StrPath, look_up, open_to_read, rename
 from ._waiting import Seen, wait
 
