@@ -69,22 +69,6 @@ def test_a_clone_is_what_cp_makes_and_takes_no_room(mount: Mount, folder: Path) 
     eventually(lambda: room_of(mount) <= room - 4 * MIB, "the bytes go with their last name")
 
 
-def test_neither_of_two_changes_the_other_also_for_who_has_it_open(folder: Path) -> None:
-    one, other = folder / "one", folder / "other"
-    one.write_bytes(pattern(1, MIB))
-    client.clone(one, other)
-    with other.open("rb") as reader, one.open("r+b") as writer:
-        memory = mmap.mmap(reader.fileno(), 0, prot=mmap.PROT_READ)
-        writer.write(b"changed")
-        writer.flush()
-        assert reader.read() == memory[:] == pattern(1, MIB)
-        assert one.read_bytes()[:7] == b"changed"
-    os.truncate(other, 100)
-    assert one.stat().st_size == MIB
-    assert one.read_bytes()[7:] == pattern(1, MIB)[7:]
-    assert other.read_bytes() == pattern(1, MIB)[:100]
-
-
 def test_what_a_program_has_mapped_for_writing_is_copied(folder: Path) -> None:
     one, other = folder / "one", folder / "other"
     one.write_bytes(pattern(1, MIB))
