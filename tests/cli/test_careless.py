@@ -19,7 +19,7 @@ import trio
 from harness.cluster_mount import OneNodeMount
 from harness.etcd_server import need_etcd, shared_etcd
 from harness.mount_namespaces import in_new_mount_namespace
-from harness.mountpoint import INTERRUPTED, IRDMAFS, Mount, eventually, irdmafs, one_line
+from harness.mountpoint import INTERRUPTED, IRDMAFS, Mount, eventually, irdmafs, one_line, succeeded
 from harness.processes import Program, has_ended
 
 from irdmafs.backend.cluster.config import ClusterConfig
@@ -62,8 +62,7 @@ def kill_node(mount: OneNodeMount) -> str:
 @contextlib.contextmanager
 def serving(store: Path, config: str | Path, *arguments: str) -> Iterator[None]:
     """Have a store node of a cluster run as long as the block does."""
-    done = irdmafs("serve", store, "--cluster", config, *arguments)
-    assert done.returncode == 0, done
+    succeeded(irdmafs("serve", store, "--cluster", config, *arguments))
     log = (store / "irdmafs.log").read_text()
     pid = int(re.findall(r"^\S+ \S+ (\d+) ", log, re.MULTILINE)[-1])
     try:
@@ -77,8 +76,7 @@ def init(name: str, directory: Path, *arguments: str) -> None:
     """Make a cluster in the etcd that tests share."""
     need_etcd()
     where = ("--etcd", shared_etcd().endpoint, "--name", name, "--out", directory)
-    done = irdmafs("cluster", "init", *where, "--buckets", "4", *arguments)
-    assert done.returncode == 0, done
+    succeeded(irdmafs("cluster", "init", *where, "--buckets", "4", *arguments))
 
 
 # -- configuration ---------------------------------------------------------------------------------
@@ -269,8 +267,7 @@ def test_a_cluster_goes_on_without_what_only_a_lost_node_had(
     with contextlib.ExitStack() as stack:
         if served == "before":
             stack.enter_context(serving(tmp_path / "store", config))
-        done = remove()
-        assert done.returncode == 0, done
+        done = succeeded(remove())
         assert f"1 file (10 B) have their only copy on node {node}" in done.stderr
         assert "  /directory/lost\n  /second name\n" in done.stderr
         assert "1 file (10 B) are removed" in done.stdout
@@ -317,8 +314,7 @@ def test_a_node_that_was_given_up_and_comes_back_has_nothing_to_say(
     node = kill_node(mounted)
     serve = ("serve", store, "--cluster", config)
     with serving(tmp_path / "store", config):
-        done = irdmafs("cluster", "remove", node, "--force", "--yes", "--cluster", config)
-        assert done.returncode == 0, done
+        succeeded(irdmafs("cluster", "remove", node, "--force", "--yes", "--cluster", config))
         (mounted.path / "new").write_bytes(b"abc")
         assert f"node {node} was removed from the cluster" in one_line(irdmafs(*serve))
         assert irdmafs("cluster", "admit", node, "--cluster", config).returncode == 0
@@ -416,13 +412,13 @@ def test_mount_with_wrong_credentials_is_told_and_does_not_wait(tmp_path: Path, 
         stack.callback(irdmafs, "umount", "--discard", path)
         # Longer than a test may take.
         long = ("--cluster", theirs / "cluster.toml", "--timeout", "1h")
-        done = irdmafs("mount", path, "--cluster", ours / "cluster.toml", "--host", "far")
-        assert done.returncode == 0, done
+        done = succeeded(
+            irdmafs("mount", path, "--cluster", ours / "cluster.toml", "--host", "far")
+        )
         assert "warning" not in done.stdout
         (path / "kept").write_bytes(b"abc")
         assert irdmafs("umount", "--discard", path).returncode == 0
-        done = irdmafs("mount", path, *long, "--host", "far")
-        assert done.returncode == 0, done
+        done = succeeded(irdmafs("mount", path, *long, "--host", "far"))
         [warning] = [line for line in done.stdout.splitlines() if "warning" in line]
         with pytest.raises(PermissionError):
             (path / "file").write_bytes(b"abc")
@@ -443,8 +439,7 @@ def test_mount_with_wrong_credentials_is_told_and_does_not_wait(tmp_path: Path, 
 def test_stale_mount_is_healed_as_what_it_was(shared: OneNodeMount, tmp_path: Path) -> None:
     config, path = config_of(shared), tmp_path / "m"
     path.mkdir()
-    done = irdmafs("mount", path, "--cluster", config)
-    assert done.returncode == 0, done
+    succeeded(irdmafs("mount", path, "--cluster", config))
     try:
         pid = json.loads(irdmafs("status", "--json", path).stdout)["pid"]
         os.kill(pid, signal.SIGKILL)

@@ -20,7 +20,7 @@ import trio
 from click.testing import CliRunner
 from harness.closing import descriptor
 from harness.etcd_server import EtcdServer
-from harness.mountpoint import INTERRUPTED, IRDMAFS, eventually, irdmafs, one_line
+from harness.mountpoint import INTERRUPTED, IRDMAFS, eventually, irdmafs, one_line, succeeded
 from harness.processes import Program, has_ended
 from harness.transport_nodes import Yes, serving
 
@@ -112,8 +112,7 @@ class Cluster:
 def cluster(etcd: EtcdServer, tmp_path: Path, request: pytest.FixtureRequest) -> Cluster:
     name = re.sub(r"\W+", "-", request.node.name)[:50].strip("-")
     made = Cluster(etcd, tmp_path / "made", name)
-    done = made.init("--no-tls", "--buckets", "4")
-    assert done.returncode == 0, done
+    succeeded(made.init("--no-tls", "--buckets", "4"))
     return made
 
 
@@ -153,8 +152,7 @@ async def test_a_report_that_makes_no_sense_is_told_of(cluster: Cluster, memory:
 def test_init_makes_a_cluster_that_status_finds(etcd: EtcdServer, tmp_path: Path) -> None:
     made = Cluster(etcd, tmp_path / "deep" / "made", "first")
     shape = ("--replicas", "3", "--stripe", "8M", "--lease-ttl", "7", "--buckets", "99")
-    done = made.init("--etcd-plain", *shape)
-    assert done.returncode == 0, done
+    done = succeeded(made.init("--etcd-plain", *shape))
     assert "WARNING: etcd (" in done.stderr
     assert "is spoken to in clear" in done.stderr
     assert "is spoken to in clear" in made.status(2)["warnings"][0]
@@ -236,15 +234,13 @@ def test_init_makes_certificates_with_which_etcd_itself_runs(
     arguments = ("cluster", "init", "--out", made)
     line = init_in_vain(made)
     assert "--prepare says how etcd is started with its certificate" in line
-    done = irdmafs(*arguments, "--etcd", PORT_OF_NOBODY, "--prepare")
-    assert done.returncode == 0, done
+    done = succeeded(irdmafs(*arguments, "--etcd", PORT_OF_NOBODY, "--prepare"))
     assert f"--cert-file={made}/etcd.pem" in done.stdout
     # Only etcd's port is not known before it starts.
     with EtcdServer(credentials=made) as server:
         file = made / "cluster.toml"
         file.write_text(file.read_text().replace(PORT_OF_NOBODY, server.endpoint))
-        done = irdmafs(*arguments, "--etcd", server.endpoint)
-        assert done.returncode == 0, done
+        succeeded(irdmafs(*arguments, "--etcd", server.endpoint))
         done = irdmafs("cluster", "status", "--json", "--cluster", file)
         assert done.returncode == 2, done
         found = json.loads(done.stdout)
@@ -445,15 +441,13 @@ def test_a_group_is_given_up_when_nobody_who_was_in_sync_may_come_back(cluster: 
     cluster.admit(A, B, C)
     cluster.keep(GroupConfig(1, (A, B)), GroupConfig(2, (C,)))
     cluster.delete(key_of(b"n", A), key_of(b"n", B))
-    done = cluster.run("cluster", "remove", "a1", "--force")
-    assert done.returncode == 0, done
+    done = succeeded(cluster.run("cluster", "remove", "a1", "--force"))
     assert done.stderr == ""
     assert "1 group with 0 files" in one_line(cluster.run("cluster", "remove", "b2"))
     assert cluster.config(0).epoch == 1
     # No store node is really there that could begin it anew.
     cluster.delete(key_of(b"n", C))
-    done = cluster.run("cluster", "remove", "b2", "--force")
-    assert done.returncode == 0, done
+    done = succeeded(cluster.run("cluster", "remove", "b2", "--force"))
     assert "1 group wait for a store node: irdmafs serve STORE" in done.stderr
     assert cluster.config(0) == GroupConfig(
         2, (A, B)

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 from click.testing import CliRunner
-from harness.mountpoint import IRDMAFS, Mount, eventually, irdmafs, needs_fuse, one_line
+from harness.mountpoint import IRDMAFS, Mount, eventually, irdmafs, needs_fuse, one_line, succeeded
 from harness.processes import Program
 
 from irdmafs import __version__
@@ -257,8 +257,7 @@ def test_discard_takes_the_store_along(mounted: Mount) -> None:
 
 def test_status_tells_of_one_mount_and_of_all(mounted: Mount) -> None:
     (mounted.path / "file").write_bytes(b"x" * 1000)
-    done = irdmafs("status", "--json", mounted.path)
-    assert done.returncode == 0
+    done = succeeded(irdmafs("status", "--json", mounted.path))
     data = json.loads(done.stdout)
     assert data["state"] == "ok"
     assert data["mountpoint"] == str(mounted.path)

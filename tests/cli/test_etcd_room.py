@@ -13,6 +13,7 @@ import test_cluster_commands
 import trio
 from click.testing import CliRunner
 from harness.etcd_server import EtcdServer
+from harness.mountpoint import succeeded
 
 from irdmafs.backend.cluster.config import ClusterConfig
 from irdmafs.backend.etcd import etcd_pb2 as pb
@@ -31,8 +32,7 @@ class Cluster(test_cluster_commands.Cluster):
 
     def __init__(self, etcd: EtcdServer, directory: Path) -> None:
         super().__init__(etcd, directory, "default")
-        done = self.init("--no-tls")
-        assert done.returncode == 0, done
+        succeeded(self.init("--no-tls"))
 
     def run(self, *arguments: str) -> subprocess.CompletedProcess[str]:
         """Run `irdmafs cluster` in this process, which tests give shorter times."""
@@ -91,8 +91,7 @@ def test_a_full_etcd_takes_writes_when_keys_were_removed_and_it_was_repaired(
         cluster.fill(keys=100, size=500_000)
     assert "NOSPACE" in cluster.problem_of_etcd()
     cluster.etcd.ctl("del", "--prefix", "/irdmafs/default/i")
-    done = cluster.run("repair-etcd")
-    assert done.returncode == 0, done
+    succeeded(cluster.run("repair-etcd"))
     [room] = cluster.told()["etcd_room"]["members"].values()
     assert room["file_bytes"] < QUOTA_BYTES / 2
     cluster.fill()
@@ -109,8 +108,7 @@ def test_the_members_that_are_up_are_repaired_and_compared_only_if_all_are(
         rooms = cluster.told()["etcd_room"]["members"]
         assert set(rooms) == set(server.endpoints)
         assert [where for where, room in rooms.items() if "error" in room] == [server.endpoints[2]]
-        done = cluster.run("repair-etcd")
-        assert done.returncode == 0, done
+        done = succeeded(cluster.run("repair-etcd"))
         assert f"{server.endpoints[2]} is left out" in done.stdout
         cluster.fill()
 

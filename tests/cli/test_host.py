@@ -16,7 +16,7 @@ from click.testing import CliRunner
 from harness.closing import Closing
 from harness.cluster_mount import OneNodeMount
 from harness.mount_namespaces import in_new_mount_namespace
-from harness.mountpoint import irdmafs, needs_fuse
+from harness.mountpoint import irdmafs, needs_fuse, succeeded
 from harness.network import run as run_checked
 from harness.processes import Program
 from test_careless import config_of, mounted, shared
@@ -77,8 +77,7 @@ class InstalledHost:
         return subprocess.run(command, capture_output=True, text=True, timeout=60, cwd="/")
 
     def checked(self, *words: str | Path) -> str:
-        done = self.run(*words)
-        assert done.returncode == 0, done
+        done = succeeded(self.run(*words))
         return done.stdout
 
     def mount(self, source: str | Path, options: str = "rw") -> subprocess.CompletedProcess[str]:
@@ -136,8 +135,7 @@ def test_mount_takes_a_private_store_a_directory_or_a_cluster(
 ) -> None:
     discard = (sys.executable, "-m", "irdmafs", "umount", "--discard", host.mountpoint)
     for source in ("none", host.store, config_of(shared)):
-        done = host.run("mount", "-t", "fuse.irdmafs", source, host.mountpoint, "-o", "ro")
-        assert done.returncode == 0, done
+        succeeded(host.run("mount", "-t", "fuse.irdmafs", source, host.mountpoint, "-o", "ro"))
         assert host.shown()[:2] == [str(source), "fuse.irdmafs"]
         status = host.status()
         assert (status["store"] == str(host.store)) == (source == host.store)
@@ -193,8 +191,7 @@ def test_remount_changes_what_kernel_obeys_and_says_what_it_does_not(host: Insta
         assert done.returncode == FAILED
         assert "files are open for writing" in done.stderr
         writes.kill()
-    done = host.run("mount", "-o", "remount,ro,noexec,locks=local", host.mountpoint)
-    assert done.returncode == 0
+    done = succeeded(host.run("mount", "-o", "remount,ro,noexec,locks=local", host.mountpoint))
     assert "a remount does not change locks=local; " in done.stderr
     assert {"ro", "noexec", "noatime", "nosuid"} <= set(host.shown()[2].split(","))
     assert "nodev" not in host.shown()[2]

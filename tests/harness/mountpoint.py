@@ -65,6 +65,12 @@ def fsync(path: Path) -> None:
         os.fsync(fd)
 
 
+def succeeded(done: subprocess.CompletedProcess[str]) -> subprocess.CompletedProcess[str]:
+    """Return a command that has to have succeeded."""
+    assert done.returncode == 0, done
+    return done
+
+
 def one_line(done: subprocess.CompletedProcess[str], code: int = 1) -> str:
     """Return the only line that a failed command printed, without the name of the command."""
     assert (done.returncode, done.stdout) == (code, ""), done
