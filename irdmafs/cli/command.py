@@ -123,14 +123,8 @@ def mount(
         chosen = stores.default_store(mountpoint, size_bytes)
     else:
         chosen = stores.explicit_store(store, mountpoint, size_bytes)
-    config = MountConfig(
-        mountpoint=mountpoint,
-        store=chosen.path,
-        options=mount_options,
-        size=size_bytes,
-        cluster=cluster,
-        **own,
-    )
+    own |= {"size": size_bytes, "cluster": cluster}
+    config = MountConfig(mountpoint=mountpoint, store=chosen.path, options=mount_options, **own)
     answered = False
 
     def ready(text: str) -> None:

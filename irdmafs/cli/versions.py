@@ -116,21 +116,14 @@ def rollback(directory: str, number: int, expected: int | None) -> None:
 )
 @click.option("--timeout", metavar="S", type=float, help="Fail if there is none for S seconds.")
 @click.option("--local", is_flag=True, help="Bring all of it to this host first.")
-def hold(
-    directory: str,
-    command: tuple[str, ...],
-    number: int | None,
-    newer_than: int,
-    timeout: float | None,
-    local: bool,
-) -> None:
+def hold(directory: str, command: tuple[str, ...], number: int | None, **when: Any) -> None:
     """Run COMMAND while a version of DIR stays, whole, whatever is published and removed meanwhile.
 
     COMMAND finds the version's directory in IRDMAFS_PATH, its number in IRDMAFS_VERSION. It is held until
     COMMAND and all programs that it starts have ended, or have closed the descriptors they got.
     """
     made = _versions(directory)
-    with made.hold(number, newer_than=newer_than, timeout=timeout, local=local) as held:
+    with made.hold(number, **when) as held:
         told = {"IRDMAFS_PATH": held.path, "IRDMAFS_VERSION": str(held.number)}
         os.set_inheritable(held.fd, True)
         with _failing(command[0]):

@@ -302,8 +302,7 @@ def files_below(directory: str) -> list[str]:
 def _fetch(directory: str) -> None:
     """Have the mount fetch all files of a directory. Raises OSError."""
     with ThreadPoolExecutor(_AT_ONCE, thread_name_prefix="irdmafs-fetch") as threads:
-        for _ in threads.map(_open_once, files_below(directory)):
-            pass
+        list(threads.map(_open_once, files_below(directory)))
 
 
 def _open_once(path: str) -> None:
