@@ -19,6 +19,10 @@ pytestmark = needs("torch")
 __all__ = ["device", "store"]
 
 MIB = 1 << 20
+DTYPES = (
+    "float32 float64 float16 bfloat16 int8 uint8 int16 int32 int64 uint16 uint32 bool complex64"
+)
+DTYPES += " float8_e4m3fn"
 needs_cuda = pytest.mark.parametrize("device", ["cuda"], indirect=True)
 
 
@@ -26,13 +30,7 @@ def same(tensor: Any, expected: Any) -> bool:
     return tensor.dtype == expected.dtype and bool(torch.equal(tensor.cpu(), expected))
 
 
-@pytest.mark.parametrize(
-    "dtype",
-    [
-        *("float32", "float64", "float16", "bfloat16", "int8", "uint8", "int16", "int32", "int64"),
-        *("bool", "complex64", "float8_e4m3fn", "uint16", "uint32"),
-    ],
-)
+@pytest.mark.parametrize("dtype", DTYPES.split())
 def test_a_tensor_comes_back_as_published(store: client.Store, device: str, dtype: str) -> None:
     shapes: tuple[tuple[int, ...], ...] = ((), (0,), (7,), (3, 5))
     for shape, kind in itertools.product(shapes, ("array", "file.safetensors/tensor")):
