@@ -2,9 +2,8 @@
 
 from .clones import NewClone
 from .inode import FIRST_VIRTUAL_INO, NAME_MAX, ROOT_INO, Inode, NoInode, fail
-from .inode_changes import XATTR_SIZE_MAX
 from .local import LocalCommitter
-from .namespace import Namespace
+from .namespace import XATTR_SIZE_MAX, Namespace
 from .planner import RENAME_EXCHANGE, RENAME_NOREPLACE, RENAME_WHITEOUT, NewVersion, Outdated
 from .shared import SharedCommitter
 from .tree import Tree

@@ -30,16 +30,13 @@ class Listener(Protocol):
 
     def inode_changed(self, old: Inode | None, new: Inode | None) -> None:
         """Called with the inode before and after; None: it did not exist, or was removed."""
-        ...
 
     def name_changed(self, parent: int, name: bytes, old_ino: int, new_ino: int) -> None:
         """Called with the inode numbers before and after; 0: there was no such name, or it was removed."""
-        ...
 
     def kept(self) -> None:
         """Called after a change of this process that is known here alone. Other changes are followed by the
         end of their transaction."""
-        ...
 
 
 class Changes(NamedTuple):

@@ -114,21 +114,13 @@ class Inode:
         self.is_dir = mode & 0o170000 == stat.S_IFDIR
         self.is_file = mode & 0o170000 == stat.S_IFREG
         self.nlink = 2 if self.is_dir else 1
-        self.rdev = 0
-        self.size = 0
-        self.blocks = 0
+        self.rdev = self.size = self.blocks = self.version = 0
         self.atime_ns = self.mtime_ns = self.ctime_ns = self.birth_ns = now_ns
-        self.maker = self.origin = 0
-        self.version = 0
+        self.maker = self.origin = self.parent = self.more = self.revision = 0
         self.extent = NO_CONTENT
-        self.parent = 0
-        self.name = b""
-        self.more = 0
-        self.target = b""
+        self.name = self.target = self.digests = b""
         self.xattrs = NO_XATTRS
         self.layout = NO_LAYOUT
-        self.digests = b""
-        self.revision = 0
 
     def encode(self) -> bytes:
         record = (

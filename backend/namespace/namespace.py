@@ -6,6 +6,8 @@ no trace.
 """
 
 import errno
+import os
+import stat
 from collections.abc import Callable, Coroutine, Mapping, Sequence
 from functools import partial
 from itertools import chain
@@ -16,10 +18,10 @@ import trio
 from ...inline import detach
 from ..kv import Compare
 from ..model.records import ContentId
+from . import acl
 from .clones import NewClone
 from .commit import Commit
-from .inode import FIRST_VIRTUAL_INO, ROOT_INO, Inode, fail
-from .inode_changes import remove_xattr, set_attributes, set_xattr
+from .inode import FIRST_VIRTUAL_INO, NAME_MAX, ROOT_INO, Inode, fail, nearest_time
 from .local import LocalCommitter
 from .planner import (
     NOTHING_KNOWN,
@@ -33,6 +35,9 @@ from .planner import (
 )
 from .shared import SharedCommitter
 from .tree import Tree
+
+XATTR_SIZE_MAX = 64 * 1024
+_XATTRS_TOTAL_MAX = 1024 * 1024
 
 
 class Namespace:
@@ -225,7 +230,7 @@ class Namespace:
     def set_attributes(self, ino: int, **values: int) -> Coroutine[Any, Any, Inode]:
         """Set some of `mode` (without the type), `uid`, `gid`, `atime_ns`, `mtime_ns`."""
         sets_mtime = "mtime_ns" in values
-        change = partial(set_attributes, values=values)
+        change = partial(_set_attributes, values=values)
         return self._change(ino, partial(self._planner.change, ino, change, sets_mtime=sets_mtime))
 
     async def note_reads(self, atimes: Mapping[int, int]) -> None:
@@ -240,11 +245,11 @@ class Namespace:
     ) -> Coroutine[Any, Any, Inode]:
         """Set an extended attribute. `flags` are setxattr(2)'s XATTR_CREATE and XATTR_REPLACE;
         `drop_set_gid`: the caller may not keep set-group-id when an ACL is set."""
-        change = partial(set_xattr, name=name, value=value, flags=flags, drop_set_gid=drop_set_gid)
+        change = partial(_set_xattr, name=name, value=value, flags=flags, drop_set_gid=drop_set_gid)
         return self._change(ino, partial(self._planner.change, ino, change))
 
     def remove_xattr(self, ino: int, name: bytes) -> Coroutine[Any, Any, Inode]:
-        change = partial(remove_xattr, name=name)
+        change = partial(_remove_xattr, name=name)
         return self._change(ino, partial(self._planner.change, ino, change))
 
     def _change(
@@ -270,3 +275,40 @@ class Namespace:
     async def flush(self) -> None:
         """Make everything done so far survive a crash."""
         await self._committer.flush()
+
+
+def _set_attributes(inode: Inode, *, values: Mapping[str, int]) -> None:
+    """Set attributes of an inode, a copy that may be changed (see Namespace.set_attributes)."""
+    for name, value in values.items():
+        if name == "mode":
+            value = stat.S_IFMT(inode.mode) | stat.S_IMODE(value)
+        elif name.endswith("_ns"):
+            value = nearest_time(value)
+        setattr(inode, name, value)
+    if "mode" in values:
+        acl.follow_chmod(inode)
+
+
+def _set_xattr(inode: Inode, *, name: bytes, value: bytes, flags: int, drop_set_gid: bool) -> None:
+    """Set an extended attribute of an inode (see Namespace.set_xattr). Raises OSError."""
+    if flags & os.XATTR_CREATE and name in inode.xattrs:
+        raise fail(errno.EEXIST)
+    if flags & os.XATTR_REPLACE and name not in inode.xattrs:
+        raise fail(errno.ENODATA)
+    if len(name) > NAME_MAX:
+        raise fail(errno.ERANGE)
+    if len(value) > XATTR_SIZE_MAX:
+        raise fail(errno.E2BIG)
+    if name in acl.NAMES:
+        acl.put(inode, name, value, drop_set_gid=drop_set_gid)
+    else:
+        inode.xattrs = {**inode.xattrs, name: value}
+    if sum(len(key) + len(data) for key, data in inode.xattrs.items()) > _XATTRS_TOTAL_MAX:
+        raise fail(errno.ENOSPC)
+
+
+def _remove_xattr(inode: Inode, *, name: bytes) -> None:
+    """Remove an extended attribute of an inode. Raises OSError ENODATA."""
+    if name not in inode.xattrs and name not in acl.NAMES:
+        raise fail(errno.ENODATA)
+    acl.remove(inode, name)

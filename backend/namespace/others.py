@@ -12,15 +12,12 @@ class Hub(Protocol):
 
     async def wait_applied(self, revision: int) -> None:
         """Return when the replica has everything up to a revision."""
-        ...
 
     async def barrier(self) -> None:
         """Return when the replica has every change that was acknowledged before this call."""
-        ...
 
     async def reload(self) -> None:
         """Have the tree loaded anew."""
-        ...
 
 
 class Claims(Protocol):
@@ -29,39 +26,30 @@ class Claims(Protocol):
 
     def is_ours(self, directory: int) -> bool:
         """Return whether this mount may keep new files in the directory to itself."""
-        ...
 
     def revision(self, directory: int) -> int:
         """Return the revision of this mount's claim of the directory, 0: it has none."""
-        ...
 
     def is_of_another(self, directory: int) -> bool:
         """Return whether another mount has the claim of the directory."""
-        ...
 
     async def recall(self, directory: int) -> None:
         """Return when no other mount has the claim of the directory."""
-        ...
 
     def is_exclusive(self, directory: int) -> bool:
         """Return whether this mount may defer changes in the directory: no other looks there."""
-        ...
 
     def is_exclusive_elsewhere(self, directory: int) -> bool:
         """Return whether another mount may have deferred changes in the directory."""
-        ...
 
     async def look(self, directory: int) -> None:
         """Return when no other mount has deferred changes in the directory."""
-        ...
 
     def making(self, directory: int) -> list[Put]:
         """Return what is stored with a directory that this mount makes, so that it has the claim of it."""
-        ...
 
     def removing(self, directory: int) -> list[Delete]:
         """Return what is stored with the removal of a directory of which this mount has the claim."""
-        ...
 
     def taking(
         self, commit: Commit
@@ -70,4 +58,3 @@ class Claims(Protocol):
         what it changes besides, so that this mount has the claims of directories that it changes often, or
         makes, and of none that it removes. The block carries the transaction out. Raises Conflict if the
         claims are refused."""
-        ...

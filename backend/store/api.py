@@ -161,6 +161,7 @@ class Store(Protocol):
 
     async def read(self, inode: Inode, extent: ContentId, offset: int, size: int) -> bytes:
         """Return some bytes of a content that is not on this host."""
+        raise fail(errno.EIO, "it is on this host")
 
     def prefetch(self, ino: int) -> None:
         """Begin to bring a file, or all files below a directory, to this host. Raises OSError
@@ -174,6 +175,7 @@ class Store(Protocol):
 
     def statvfs(self) -> os.statvfs_result:
         """Return the space for contents, as statvfs(3) does."""
+        return self.extents.statvfs()
 
     async def prepare_attribute(self, inode: Inode, name: bytes, value: bytes, root: bool) -> None:
         """Prepare for an attribute about to be set; `root`: by who may set quotas. Raises OSError."""

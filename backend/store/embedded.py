@@ -126,11 +126,6 @@ class EmbeddedStore(Pinned, Store):
         self.extents.free(extent)
 
     async def publish(self, version: NewVersion) -> Inode:
-        """Make an extent the file's next version. It survives a crash when this returns.
-
-        Waits for the disk if the store is on one (`waits`). An empty extent is not kept: the version is
-        recorded as empty. Raises OSError ENOSPC, EDQUOT; the file then keeps its present version.
-        """
         extent = version.extent
         if not version.size:
             version = version._replace(extent=NO_CONTENT)
@@ -189,7 +184,6 @@ class EmbeddedStore(Pinned, Store):
         return await save_aside(self, version, "this-host")
 
     async def forget(self, inode: Inode) -> None:
-        """Drop an inode that has no name and no holder, and its content."""
         if self.namespace.tree.drop(inode.ino):
             self.retire(inode.extent)
 
@@ -200,10 +194,3 @@ class EmbeddedStore(Pinned, Store):
         extent, fd = self.extents.allocate()
         self._working.add(extent)
         return extent, fd
-
-    async def read(self, inode: Inode, extent: ContentId, offset: int, size: int) -> bytes:
-        with self.extents.opened(extent) as fd:
-            return os.pread(fd, size, offset)
-
-    def statvfs(self) -> os.statvfs_result:
-        return self.extents.statvfs()

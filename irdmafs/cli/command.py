@@ -29,8 +29,7 @@ from .members import cluster
 from .nodes import admit, drain, prefetch, rebalance, remove, scrub
 from .serve import serve
 from .train import train
-from .versions import clone, diff, hold, publish, rollback, versions
-from .watch import watch
+from .versions import clone, diff, hold, publish, rollback, versions, watch
 
 if TYPE_CHECKING:
     from ..backend.cluster.config import ClusterConfig
@@ -124,14 +123,8 @@ def mount(
         chosen = stores.default_store(mountpoint, size_bytes)
     else:
         chosen = stores.explicit_store(store, mountpoint, size_bytes)
-    config = MountConfig(
-        mountpoint=mountpoint,
-        store=chosen.path,
-        options=mount_options,
-        size=size_bytes,
-        cluster=cluster,
-        **own,
-    )
+    own |= {"size": size_bytes, "cluster": cluster}
+    config = MountConfig(mountpoint=mountpoint, store=chosen.path, options=mount_options, **own)
     answered = False
 
     def ready(text: str) -> None:

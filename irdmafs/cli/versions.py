@@ -1,9 +1,10 @@
 """The commands of versions: `irdmafs versions`, of those in several files `publish`, `rollback`, `hold` and
-`diff`, and `clone`."""
+`diff`, `clone`, and `watch`, which tells of new ones."""
 
 from __future__ import annotations
 
 import os
+import subprocess
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from datetime import datetime
@@ -14,7 +15,7 @@ import click
 from ..backend.model.values import human_bytes
 from ..mount import mounting
 from . import status
-from .cluster import Lacking, ask, print_json
+from .cluster import Lacking, ask, print_json, say
 
 if TYPE_CHECKING:
     from ..client import Versions
@@ -115,24 +116,17 @@ def rollback(directory: str, number: int, expected: int | None) -> None:
 )
 @click.option("--timeout", metavar="S", type=float, help="Fail if there is none for S seconds.")
 @click.option("--local", is_flag=True, help="Bring all of it to this host first.")
-def hold(
-    directory: str,
-    command: tuple[str, ...],
-    number: int | None,
-    newer_than: int,
-    timeout: float | None,
-    local: bool,
-) -> None:
+def hold(directory: str, command: tuple[str, ...], number: int | None, **when: Any) -> None:
     """Run COMMAND while a version of DIR stays, whole, whatever is published and removed meanwhile.
 
     COMMAND finds the version's directory in IRDMAFS_PATH, its number in IRDMAFS_VERSION. It is held until
     COMMAND and all programs that it starts have ended, or have closed the descriptors they got.
     """
     made = _versions(directory)
-    with made.hold(number, newer_than=newer_than, timeout=timeout, local=local) as held:
+    with made.hold(number, **when) as held:
         told = {"IRDMAFS_PATH": held.path, "IRDMAFS_VERSION": str(held.number)}
         os.set_inheritable(held.fd, True)
-        with failing(command[0]):
+        with _failing(command[0]):
             os.execvpe(command[0], command, {**os.environ, **told})
 
 
@@ -169,8 +163,43 @@ def clone(source: str, target: str) -> None:
     click.echo(f"{shared} files shared ({sizes[0]}), {copied} copied ({sizes[1]})")
 
 
+@click.command()
+@click.argument("path", metavar="PATH")
+@click.option(
+    "--exec", "command", metavar="CMD",
+    help="Run a shell command at each change, with PATH in IRDMAFS_PATH and the version of a file in "
+    "IRDMAFS_VERSION. Changes that come while it runs are one.",
+)  # fmt: skip
+@click.option("--once", is_flag=True, help="End after one change, with the exit code of CMD.")
+@click.option("--timeout", metavar="S", type=float, help="Fail if nothing changes for S seconds.")
+@click.pass_context
+def watch(
+    ctx: click.Context, path: str, command: str | None, once: bool, timeout: float | None
+) -> None:
+    """Tell whenever any host publishes the file PATH, or changes something below the directory PATH.
+
+    What is there now does not count; a PATH that is not there yet is waited for.
+    """
+    from ..client import _waiting
+
+    with _failing(path):
+        seen = _waiting.look(mounting.named(path))
+    while True:
+        with _failing(path):
+            seen = _waiting.wait(path, seen, timeout=timeout)
+        click.echo(f"{seen.version} {status.printable(path)}")
+        code = 0
+        if command is not None:
+            told = {"IRDMAFS_PATH": path, "IRDMAFS_VERSION": str(seen.version)}
+            code = subprocess.run(command, shell=True, env={**os.environ, **told}).returncode
+            if code:
+                say(f"{command}: exit code {code}", err=True)
+        if once:
+            ctx.exit(code)
+
+
 @contextmanager
-def failing(path: str) -> Iterator[None]:
+def _failing(path: str) -> Iterator[None]:
     """Have errors name this path, and no part of it."""
     try:
         yield

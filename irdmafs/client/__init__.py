@@ -62,8 +62,7 @@ from __future__ import annotations
 import os
 
 from ._buffer import Buffer
-from ._clones import Cloned, clone
-from ._drafts import draft
+from ._drafts import Cloned, clone, draft
 from ._files import FormatError
 from ._store import Store
 from ._versions import Version, Versions

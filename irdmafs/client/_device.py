@@ -23,7 +23,7 @@ import os
 import threading
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 
@@ -32,6 +32,8 @@ from ._dtypes import COPY_BYTES, EXTENSIONS, Array, DType, Layout, bits_of, size
 from ._files import FormatError
 
 log = logging.getLogger(__name__)
+
+T = TypeVar("T")
 
 # Larger copies go through pinned memory in such pieces, two for each thread. torch keeps that memory for
 # the next copies, 192 MiB at most.
@@ -152,7 +154,7 @@ def _bytes_at(torch: Any, address: int, size: int) -> Any:
 
 # -- copying -------------------------------------------------------------------------------------
 
-# Mapped bytes, by their address, and the tensor of bytes that they are copied to.
+# An address in memory, and the bytes, maybe a tensor, that are copied to it or from it.
 _Copy = tuple[int, Any]
 
 
@@ -177,15 +179,28 @@ def _pinned(torch: Any) -> Any:
     return torch.empty(_PIECE_BYTES, dtype=torch.uint8, pin_memory=True)
 
 
-def _pieces(copies: Iterable[_Copy]) -> Iterator[_Copy]:
-    for address, tensor in copies:
-        for start in range(0, len(tensor), _PIECE_BYTES):
-            yield address + start, tensor[start : start + _PIECE_BYTES]
+def pieces(copies: Iterable[_Copy], size: int) -> Iterator[_Copy]:
+    """Yield the copies in pieces of `size` bytes at most."""
+    for address, part in copies:
+        for start in range(0, len(part), size):
+            yield address + start, part[start : start + size]
+
+
+class Shared(Iterator[T]):
+    """An iterator from which several threads take."""
+
+    def __init__(self, items: Iterator[T]) -> None:
+        self._items = items
+        self._taking = threading.Lock()
+
+    def __next__(self) -> T:
+        with self._taking:
+            return next(self._items)
 
 
 def _copy_by_threads(torch: Any, target: Any, copies: Sequence[_Copy], memory: list[Any]) -> None:
     """Copy through pinned `memory`: a thread fills one piece of it while the device fetches another."""
-    pieces, taking = _pieces(copies), threading.Lock()
+    shared = Shared(pieces(copies, _PIECE_BYTES))
     current = torch.cuda.current_stream(target)
 
     def work(first: int) -> None:
@@ -194,12 +209,7 @@ def _copy_by_threads(torch: Any, target: Any, copies: Sequence[_Copy], memory: l
         stream.wait_stream(current)  # the tensors' memory may have been in use until then
         try:
             with torch.cuda.stream(stream):
-                for pinned, fetched in itertools.cycle(own):
-                    with taking:
-                        piece = next(pieces, None)
-                    if piece is None:
-                        return
-                    address, tensor = piece
+                for (pinned, fetched), (address, tensor) in zip(itertools.cycle(own), shared):
                     fetched.synchronize()
                     ctypes.memmove(pinned.data_ptr(), address, len(tensor))
                     tensor.copy_(pinned[: len(tensor)], non_blocking=True)

@@ -69,12 +69,17 @@ class FormatError(ValueError):
         return f"{self.path}: {self.defect}"
 
 
+def failed() -> OSError:
+    """Return the error of a call of libc."""
+    code = ctypes.get_errno()
+    return OSError(code, os.strerror(code))
+
+
 def map_file(fd: int, size: int, access: int = mmap.PROT_READ) -> int:
     """Map a file, shared, without a descriptor of the mapping's own; return the address. Raises OSError."""
     address = _libc.mmap(None, size, access, mmap.MAP_SHARED, fd, 0)
     if address == _MAP_FAILED:
-        code = ctypes.get_errno()
-        raise OSError(code, os.strerror(code))
+        raise failed()
     return int(address)
 
 
@@ -214,16 +219,23 @@ def open_anew(path: str, view: StrPath | None = None, access: int = os.O_WRONLY)
     return look_up(os.open, path, flags | os.O_CREAT, 0o666)
 
 
-def write_version(path: str, contents: Iterable[memoryview], view: StrPath | None = None) -> int:
-    """Write a new version of a file of irdmafs, which closing the returned descriptor publishes. `view`: as
-    in `open_anew`. Raises OSError, with the path."""
+@contextlib.contextmanager
+def begun(path: str, view: StrPath | None = None, access: int = os.O_WRONLY) -> Iterator[int]:
+    """Give a descriptor to write a new version of a file of irdmafs, which closing it publishes; after an
+    exception nothing is. `view` as in `open_anew`. Raises OSError, with the path."""
     with naming(path):
-        fd = open_anew(path, view)
+        fd = open_anew(path, view, access)
         try:
-            write_all(fd, contents)
+            yield fd
         except BaseException:
             discard(fd)
             raise
+
+
+def write_version(path: str, contents: Iterable[memoryview], view: StrPath | None = None) -> int:
+    """Write a new version of a file of irdmafs, and return its descriptor (see `begun`)."""
+    with begun(path, view) as fd:
+        write_all(fd, contents)
     return fd
 
 

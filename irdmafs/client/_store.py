@@ -224,8 +224,7 @@ class Store(MutableMapping[str, Array], Closing):
         """Return the text that a .safetensors file carries beside its tensors. Raises KeyError."""
         check_name(name)
         try:
-            with _files.open_to_read(self._path(name)) as (fd, status):
-                return dict(self._parse(self._path(name), fd, status).header.metadata)
+            return dict(self._header(name).metadata)
         except FileNotFoundError:
             raise KeyError(name) from None
 
@@ -247,8 +246,7 @@ class Store(MutableMapping[str, Array], Closing):
         file, tensor = split_name(name)
         try:
             if tensor is not None:
-                with _files.open_to_read(self._path(file)) as (fd, status):
-                    return tensor in self._parse(self._path(file), fd, status).header.tensors
+                return tensor in self._header(file).tensors
             return self._has_array(file)
         except FileNotFoundError:
             return False
@@ -262,8 +260,7 @@ class Store(MutableMapping[str, Array], Closing):
                 names.add(file.removesuffix(NPY))
             else:
                 try:
-                    with _files.open_to_read(self._path(file)) as (fd, status):
-                        tensors = self._parse(self._path(file), fd, status).header.tensors
+                    tensors = self._header(file).tensors
                 except FileNotFoundError:
                     continue
                 names.update(f"{file}/{tensor}" for tensor in tensors if is_name(tensor))
@@ -425,6 +422,12 @@ class Store(MutableMapping[str, Array], Closing):
         header, data = parsed.header, mapping.bytes
         wanted = header.tensors if names is None else header.tensors.keys() & names
         return {name: _files.view(path, data, header.tensors[name]) for name in wanted}
+
+    def _header(self, file: str) -> _safetensors.Header:
+        """Return the header of a .safetensors file. Raises as `_load_tensors`."""
+        path = self._path(file)
+        with _files.open_to_read(path) as (fd, status):
+            return self._parse(path, fd, status).header
 
     def _parse(self, path: str, fd: int, status: os.stat_result) -> _Parsed:
         """Return the header of an open .safetensors file, with the mapping that its other arrays use.

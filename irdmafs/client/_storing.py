@@ -13,7 +13,6 @@ import ctypes
 import errno
 import mmap
 import os
-import threading
 from collections.abc import Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -21,7 +20,7 @@ from typing import Any
 import numpy as np
 
 from . import _device
-from ._files import discard, map_file, naming, open_anew, unmap, write_all
+from ._files import begun, failed, map_file, naming, unmap, write_all
 
 BYTES_MIN = 64 << 20
 _PIECE_BYTES = 8 << 20
@@ -45,22 +44,18 @@ def pays(size: int, *, on_device: bool) -> bool:
 
 def replace_file(path: str, size: int, parts: Iterable[Any]) -> None:
     """Make a new version of a file of irdmafs, whole or not at all. Raises OSError, with the path."""
+    with begun(path, access=os.O_RDWR) as fd:
+        address = _mapped(fd, size)
+        if address is None:
+            write_all(fd, _device.host_parts(parts))
+        else:
+            try:
+                _store(address, parts)
+            finally:
+                unmap(address, size)
+            with contextlib.suppress(OSError):
+                os.setxattr(fd, _UNMAPPED_XATTR, b"1")
     with naming(path):
-        fd = open_anew(path, access=os.O_RDWR)
-        try:
-            address = _mapped(fd, size)
-            if address is None:
-                write_all(fd, _device.host_parts(parts))
-            else:
-                try:
-                    _store(address, parts)
-                finally:
-                    unmap(address, size)
-                with contextlib.suppress(OSError):
-                    os.setxattr(fd, _UNMAPPED_XATTR, b"1")
-        except BaseException:
-            discard(fd)
-            raise
         os.close(fd)
 
 
@@ -73,8 +68,7 @@ def _mapped(fd: int, size: int) -> int | None:
     address = None
     try:
         if _libc.fallocate(fd, 0, 0, size):
-            code = ctypes.get_errno()
-            raise OSError(code, os.strerror(code))
+            raise failed()
         address = map_file(fd, size, mmap.PROT_READ | mmap.PROT_WRITE)
         _copy(address, address, 1)
     except OSError as error:
@@ -87,15 +81,11 @@ def _mapped(fd: int, size: int) -> int | None:
 
 
 def _store(address: int, parts: Iterable[Any]) -> None:
-    pieces, taking = _pieces(address, parts), threading.Lock()
+    pieces = _device.Shared(_device.pieces(_placed(address, parts), _PIECE_BYTES))
 
     def work(_: int) -> None:
         carrier = _device.Carrier(_PIECE_BYTES)
-        while True:
-            with taking:
-                target, piece = next(pieces, (0, None))
-            if piece is None:
-                return
+        for target, piece in pieces:
             if isinstance(piece, memoryview):
                 source = np.frombuffer(piece, np.uint8).ctypes.data
             else:
@@ -106,12 +96,10 @@ def _store(address: int, parts: Iterable[Any]) -> None:
         list(threads.map(work, range(_threads())))
 
 
-def _pieces(address: int, parts: Iterable[Any]) -> Iterator[tuple[int, Any]]:
+def _placed(address: int, parts: Iterable[Any]) -> Iterator[tuple[int, Any]]:
     for part in parts:
-        for start in range(0, len(part), _PIECE_BYTES):
-            piece = part[start : start + _PIECE_BYTES]
-            yield address, piece
-            address += len(piece)
+        yield address, part
+        address += len(part)
 
 
 def _copy(source: int, target: int, size: int) -> None:
@@ -121,8 +109,8 @@ def _copy(source: int, target: int, size: int) -> None:
             os.getpid(), _Range(source, size), 1, _Range(target, size), 1, 0
         )
         if done <= 0:
-            code = ctypes.get_errno()
-            if code == errno.EFAULT:
+            error = failed()
+            if error.errno == errno.EFAULT:
                 raise OSError(errno.EIO, "The file was truncated while it was written")
-            raise OSError(code, os.strerror(code))
+            raise error
         source, target, size = source + done, target + done, size - done

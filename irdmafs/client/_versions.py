@@ -18,8 +18,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from . import _locks
-from ._clones import clone_all
-from ._drafts import store_together
+from ._drafts import clone_all, store_together
 from ._files import RENAME_NOREPLACE, StrPath, look_up, open_to_read, rename
 from ._waiting import Seen, wait
 
@@ -303,8 +302,7 @@ def files_below(directory: str) -> list[str]:
 def _fetch(directory: str) -> None:
     """Have the mount fetch all files of a directory. Raises OSError."""
     with ThreadPoolExecutor(_AT_ONCE, thread_name_prefix="irdmafs-fetch") as threads:
-        for _ in threads.map(_open_once, files_below(directory)):
-            pass
+        list(threads.map(_open_once, files_below(directory)))
 
 
 def _open_once(path: str) -> None:

@@ -212,6 +212,10 @@ class Content:
         """Note that a program may map it for writing."""
         self.mapped = True
 
+    def be_unmapped(self) -> None:
+        """Take its only writer's word that no mapping of it is left."""
+        self.mapped = False
+
     def be_joined(self) -> None:
         """Note that a writer has opened it who did not begin with an empty file."""
         self.whole = False

@@ -154,7 +154,7 @@ class Sharing:
         content = self._unseen(node)
         if content.holds > 1:
             raise fail(errno.EBUSY, "others have it open")
-        content.mapped = False
+        content.be_unmapped()
 
     @staticmethod
     def _unseen(node: Node) -> Content:

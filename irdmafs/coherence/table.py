@@ -76,8 +76,7 @@ class ContentTable:
     def stamp(self, content: Content) -> Stamp:
         if not content.extent:
             return content.base.size, content.base.mtime_ns
-        status = self.stat(content)
-        return status.st_size, status.st_mtime_ns
+        return stamp_of(self.stat(content))
 
     def set_times(self, content: Content, atime_ns: int, mtime_ns: int) -> None:
         if content.fd >= 0:

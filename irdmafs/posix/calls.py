@@ -46,7 +46,7 @@ class Attributes:
 
 @dataclass(slots=True)
 class Space:
-    """The answer to statfs(2), in the names of its fields."""
+    """The answer to statfs(2), in the names of its fields, and as statvfs(3) orders them."""
 
     f_bsize: int
     f_frsize: int
@@ -56,7 +56,7 @@ class Space:
     f_files: int
     f_ffree: int
     f_favail: int
-    f_namemax: int
+    f_namemax: int = 255
 
 
 def refuse_other_than_file(inode: Inode) -> None:

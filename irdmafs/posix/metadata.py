@@ -95,12 +95,7 @@ class Metadata:
 
     async def statfs(self, node_id: int = ROOT_INO) -> Space:
         """Return the space of the filesystem, or what quotas leave of it at the node."""
-        below = self._store.statvfs()
-        data = Space(
-            f_bsize=below.f_bsize, f_frsize=below.f_frsize, f_blocks=below.f_blocks,
-            f_bfree=below.f_bfree, f_bavail=below.f_bavail, f_files=below.f_files,
-            f_ffree=below.f_ffree, f_favail=below.f_ffree, f_namemax=255,
-        )  # fmt: skip
+        data = Space(*self._store.statvfs()[:8])
         node = self._nodes.by_id.get(node_id)
         if self._namespace.quotas.in_use and node is not None:
             for usage in self._namespace.quotas.around(node.ino):

@@ -3,8 +3,6 @@
 import json
 import os
 import re
-import subprocess
-import sys
 import tempfile
 from pathlib import Path
 
@@ -73,14 +71,7 @@ def test_passthrough_is_really_negotiated() -> None:
 def test_machine_without_fuse_fails_with_the_remedy() -> None:
     hide = 'mount -t tmpfs none /dev && mknod -m 666 /dev/null c 1 3 && exec "$@"'
     launcher = in_new_mount_namespace("sh", "-c", hide, "sh")
-    done = subprocess.run(
-        [*launcher, sys.executable, "-m", "irdmafs", "doctor", "--json"],
-        capture_output=True,
-        text=True,
-        stdin=subprocess.DEVNULL,
-        timeout=60,
-        cwd="/",
-    )
+    done = irdmafs("doctor", "--json", launcher=(*launcher,))
     assert done.returncode == 1, done.stderr
     data = json.loads(done.stdout)
     assert data["sessions"] == []
@@ -142,16 +133,9 @@ def test_bytes_are_written_for_people(count: int | None, text: str) -> None:
     assert human_bytes(count) == text
 
 
-@pytest.mark.parametrize(
-    ("seconds", "text"),
-    [
-        (0, "0 s"),
-        (59.9, "59 s"),
-        (3600, "1 h"),
-        (7500, "2 h 5 min"),
-        (273600, "3 d 4 h"),
-        ("", "-"),
-    ],
-)
+DURATIONS = {0: "0 s", 59.9: "59 s", 3600: "1 h", 7500: "2 h 5 min", 273600: "3 d 4 h", "": "-"}
+
+
+@pytest.mark.parametrize(("seconds", "text"), DURATIONS.items())
 def test_durations_are_written_for_people(seconds: float | str, text: str) -> None:
     assert status.human_duration(seconds) == text

@@ -22,6 +22,7 @@ from harness.mountpoint import (
     irdmafs,
     needs_fuse,
     one_line,
+    succeeded,
 )
 from harness.network import run as run_checked
 from harness.processes import AS_NOBODY_WHO_OPENS_ALL, Process, Program, has_ended
@@ -55,8 +56,7 @@ def test_a_mount_right_after_umount_8_waits_for_the_daemon_before(place: Path) -
     for i in range(5):
         (place / "file").write_text(str(i))
         run_checked("umount", place)
-        done = irdmafs("mount", place, "--size", "64M")
-        assert done.returncode == 0, done.stderr
+        succeeded(irdmafs("mount", place, "--size", "64M"))
         assert (place / "file").read_text() == str(i)
 
 

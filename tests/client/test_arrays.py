@@ -36,6 +36,7 @@ PROPERTY = settings(
     print_blob=True,
     suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow],
 )
+SHAPES = hnp.array_shapes(min_dims=0, min_side=0, max_dims=4)
 SAFE_DTYPES = ["?", "u1", "i1", *(f"<{kind}{size}" for size in (2, 4, 8) for kind in "uif"), "<c8"]
 
 
@@ -127,7 +128,7 @@ def test_array_survives_the_way_through_a_file(store: client.Store, data: st.Dat
         | hnp.byte_string_dtypes()
         | hnp.unicode_string_dtypes()
     )
-    array = data.draw(hnp.arrays(dtype, hnp.array_shapes(min_dims=0, min_side=0, max_dims=4)))
+    array = data.draw(hnp.arrays(dtype, SHAPES))
     array = data.draw(st.sampled_from([array, array.T, array[..., ::-1] if array.ndim else array]))
     store["array"] = array
     assert_same(store["array"], array)
@@ -137,13 +138,7 @@ def test_array_survives_the_way_through_a_file(store: client.Store, data: st.Dat
 
 @pytest.mark.filterwarnings("ignore:Stored array in format:UserWarning")
 @PROPERTY
-@given(
-    array=hnp.arrays(
-        hnp.scalar_dtypes() | hnp.array_dtypes(),
-        hnp.array_shapes(min_dims=0, min_side=0, max_dims=4),
-    ),
-    fortran=st.booleans(),
-)
+@given(array=hnp.arrays(hnp.scalar_dtypes() | hnp.array_dtypes(), SHAPES), fortran=st.booleans())
 def test_what_numpy_saves_is_read(
     store: client.Store, array: np.ndarray[Any, Any], fortran: bool
 ) -> None:

@@ -23,6 +23,13 @@ def store(tmp_path: Path) -> Iterator[client.Store]:
         yield made
 
 
+@pytest.fixture(params=["cpu", "cuda"])
+def device(request: pytest.FixtureRequest) -> str:
+    if request.param == "cuda" and not torch.cuda.is_available():
+        pytest.skip("no CUDA device")
+    return str(request.param)
+
+
 @pytest.fixture
 def buffer() -> Iterator[client.Buffer]:
     with client.Buffer(MIB) as made:
@@ -156,10 +163,7 @@ def test_threads_fill_a_buffer_one_after_the_other(store: client.Store) -> None:
 
 
 @needs("torch")
-@pytest.mark.parametrize("device", ["cpu", "cuda"])
 def test_a_device_shows_tensors(store: client.Store, device: str) -> None:
-    if device == "cuda" and not torch.cuda.is_available():
-        pytest.skip("no CUDA device")
     state = {name: array for name, array in ARRAYS.items() if name != "records"}
     weights = {"half": torch.arange(9).to(torch.bfloat16), "w": torch.ones(2, 3)}
     store.publish_state_dict(weights)

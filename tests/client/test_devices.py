@@ -2,49 +2,35 @@
 
 import itertools
 import logging
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 from harness.example_programs import needs
 from harness.late_imports import torch
+from test_buffers import device, store
 
 from irdmafs import client
 from irdmafs.client import _device, _dtypes
 
 pytestmark = needs("torch")
 
-DEVICES = ["cpu", "cuda"]
+__all__ = ["device", "store"]
+
 MIB = 1 << 20
-
-
-@pytest.fixture(params=DEVICES)
-def device(request: pytest.FixtureRequest) -> str:
-    if request.param == "cuda" and not torch.cuda.is_available():
-        pytest.skip("no CUDA device")
-    return str(request.param)
-
-
-@pytest.fixture
-def store(tmp_path: Path) -> Iterator[client.Store]:
-    with client.open(tmp_path) as made:
-        yield made
+DTYPES = (
+    "float32 float64 float16 bfloat16 int8 uint8 int16 int32 int64 uint16 uint32 bool complex64"
+)
+DTYPES += " float8_e4m3fn"
+needs_cuda = pytest.mark.parametrize("device", ["cuda"], indirect=True)
 
 
 def same(tensor: Any, expected: Any) -> bool:
     return tensor.dtype == expected.dtype and bool(torch.equal(tensor.cpu(), expected))
 
 
-@pytest.mark.parametrize(
-    "dtype",
-    [
-        *("float32", "float64", "float16", "bfloat16", "int8", "uint8", "int16", "int32", "int64"),
-        *("bool", "complex64", "float8_e4m3fn", "uint16", "uint32"),
-    ],
-)
+@pytest.mark.parametrize("dtype", DTYPES.split())
 def test_a_tensor_comes_back_as_published(store: client.Store, device: str, dtype: str) -> None:
     shapes: tuple[tuple[int, ...], ...] = ((), (0,), (7,), (3, 5))
     for shape, kind in itertools.product(shapes, ("array", "file.safetensors/tensor")):
@@ -142,18 +128,18 @@ def test_small_neighbours_are_copied_at_once_and_keep_their_alignment() -> None:
 @pytest.mark.parametrize("size", [0, 1, 8 * MIB, 8 * MIB + 1, 33 * MIB])
 def test_pieces_cover_what_is_copied_once(size: int) -> None:
     copies = [(4096, torch.empty(5)), (1 << 40, torch.empty(size, dtype=torch.uint8))]
-    pieces = list(_device._pieces(copies))
+    pieces = list(_device.pieces(copies, 8 * MIB))
     assert all(0 < len(piece) <= 8 * MIB for _, piece in pieces)
     assert sum(len(piece) for _, piece in pieces) == 5 + size
     for address, piece in pieces[1:]:
         assert piece.data_ptr() - copies[1][1].data_ptr() == address - (1 << 40)
 
 
+@pytest.mark.usefixtures("device")
+@needs_cuda
 def test_large_copies_of_mapped_files_reach_the_device_also_from_several_threads(
     store: client.Store, caplog: pytest.LogCaptureFixture
 ) -> None:
-    if not torch.cuda.is_available():
-        pytest.skip("no CUDA device")
     expected = {f"large{i}": torch.randn(16 * MIB + 7 * i) for i in range(3)}
     expected |= {f"small{i}": torch.randn(i) for i in range(100)}
     store.publish_state_dict(expected, "model.safetensors")
@@ -167,11 +153,11 @@ def test_large_copies_of_mapped_files_reach_the_device_also_from_several_threads
     assert "without pinned memory" not in caplog.text
 
 
+@pytest.mark.usefixtures("device")
+@needs_cuda
 def test_large_copies_go_on_without_pinned_memory_and_the_reason_is_logged(
     store: client.Store, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    if not torch.cuda.is_available():
-        pytest.skip("no CUDA device")
 
     def refuse(_: Any) -> None:
         raise RuntimeError("out of memory")
@@ -184,9 +170,9 @@ def test_large_copies_go_on_without_pinned_memory_and_the_reason_is_logged(
     assert "copied without pinned memory: out of memory" in caplog.text
 
 
+@pytest.mark.usefixtures("device")
+@needs_cuda
 def test_a_copy_waits_for_what_the_memory_was_used_for(store: client.Store) -> None:
-    if not torch.cuda.is_available():
-        pytest.skip("no CUDA device")
     expected = torch.randn(16 * MIB)
     store.publish("large", expected)
     for _ in range(5):

@@ -64,13 +64,9 @@ class Programs:
         record = self._folder / f"{self._mount.name}-{len(self._records)}"
         self._records.append(record)
         seed = self._rng.randrange(1 << 32)
+        command = [sys.executable, lock_counters.__file__, str(self._mount.path), str(seed)]
         with record.open("wb") as output:
-            self._running.append(
-                subprocess.Popen(
-                    [sys.executable, lock_counters.__file__, str(self._mount.path), str(seed)],
-                    stdout=output,
-                )
-            )
+            self._running.append(subprocess.Popen(command, stdout=output))
 
     def _kill(self) -> None:
         program = self._running.pop(0)

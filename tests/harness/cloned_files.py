@@ -36,7 +36,7 @@ class ClonedFiles:
             do = self._write
         else:
             do = choose.choice([
-                self._clone, self._clone, self._clone, self._write, self._append, self._truncate,
+                self._clone, self._clone, self._clone, self._write, self._store, self._truncate,
                 self._store_mapped, self._rename, self._unlink, self._keep_open, self._close_a_reader,
             ])  # fmt: skip
         do(place, name)
@@ -73,11 +73,12 @@ class ClonedFiles:
         before = self._files[name][-1]
         self._files[name].append(before[:at].ljust(at, b"\0") + change + before[at + len(change) :])
 
-    def _append(self, place: Path, name: str) -> None:
-        data = self._random.randbytes(700)
-        with (place / name).open("ab") as file:
+    def _store(self, place: Path, name: str) -> None:
+        """Write in place at the beginning, or append."""
+        data, at = self._random.randbytes(700), self._random.choice((0, len(self._files[name][-1])))
+        with (place / name).open("ab" if at else "r+b") as file:
             file.write(data)
-        self._changed(name, data, len(self._files[name][-1]))
+        self._changed(name, data, at)
 
     def _truncate(self, place: Path, name: str) -> None:
         size = self._random.choice(_SIZES)

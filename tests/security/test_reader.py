@@ -5,14 +5,13 @@ import fcntl
 import json
 import os
 import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 from harness.claims import claim_exclusively
 from harness.clusters import Cluster, ClusterMount, Plan, counters
-from harness.mountpoint import can_be_opened, eventually
+from harness.mountpoint import can_be_opened, eventually, irdmafs, succeeded
 from harness.processes import TakeProcess
 from harness.refused_changes import changes_in, errno_of, outcomes
 
@@ -86,9 +85,7 @@ def test_a_reader_that_is_mounted_for_writing_by_force_still_changes_nothing(mad
 def test_a_reader_prefetches_follows_and_hears_changes(made: Cluster, process: TakeProcess) -> None:
     writer = made.mounts[0].path
     follower = made.add_mount("--follow", "models", certificate="reader")
-    command = [sys.executable, "-m", "irdmafs", "prefetch", str(follower.path / "models/weights")]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=60)
-    assert done.returncode == 0, done
+    succeeded(irdmafs("prefetch", follower.path / "models/weights"))
     before = counters(follower)
     assert (before["role"], before["followed_directories"]) == ("reader", 1)
     assert (follower.path / "models/weights").read_bytes() == b"w" * 300_000
@@ -121,15 +118,8 @@ def test_a_reader_locks_what_it_reads(reader: ClusterMount) -> None:
 
 def test_it_says_that_it_is_a_reader(made: Cluster, reader: ClusterMount) -> None:
     assert "this mount is read-only, by its certificate" in reader.log_tail()
-    done = subprocess.run(
-        [
-            *(*reader.host.launcher, sys.executable, "-m", "irdmafs", "doctor", "--json"),
-            *("--cluster", str(reader.config)),
-        ],
-        capture_output=True,
-        text=True,
-        timeout=60,
-    )
+    examine = ("doctor", "--json", "--cluster", reader.config)
+    done = irdmafs(*examine, launcher=reader.host.launcher)
     checks = {check["name"]: check for check in json.loads(done.stdout)["checks"]}
     assert "read-only" in checks["certificate of reader 'reader'"]["found"]
     assert checks["etcd"]["found"] == "is reached through store nodes, as a reader should"

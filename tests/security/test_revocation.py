@@ -20,15 +20,8 @@ from irdmafs.backend.model.records import MountRecord, decode, pin_key
 from irdmafs.backend.trust.security import identity_in
 
 # Without namespaces, so that this process can talk to nodes itself.
-PLAN = Plan(
-    nodes=1,
-    mounts=1,
-    replicas=1,
-    buckets=4,
-    tls=True,
-    namespaces=False,
-    mount_config={"timeout": "3s"},
-)
+SOON = {"timeout": "3s"}
+PLAN = Plan(nodes=1, mounts=1, replicas=1, buckets=4, tls=True, namespaces=False, mount_config=SOON)
 
 
 def members(cluster: Cluster) -> list[dict[str, Any]]:

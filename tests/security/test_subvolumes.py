@@ -22,17 +22,8 @@ from test_rights import allowed_writes
 from irdmafs import client
 from irdmafs.backend.cluster.lease import Session
 from irdmafs.backend.kv import Put
+from irdmafs.backend.model import records
 from irdmafs.backend.model.lock_claims import Entry, entry_key, guard_key
-from irdmafs.backend.model.records import (
-    NEXT_INO_KEY,
-    ContentId,
-    MountRecord,
-    claim_key,
-    encode,
-    policy_key,
-    pool_key,
-    wish_key,
-)
 from irdmafs.backend.namespace.inode import ROOT_INO, Inode, inode_key, name_key, time_key
 from irdmafs.backend.namespace.numbers import SUBVOLUMES, next_ino_key, numbers_of
 
@@ -214,8 +205,8 @@ async def test_a_forged_name_takes_no_file_of_others(made: Cluster, whole: Path)
 
 
 def record_of(made: Cluster, path: Path) -> bytes:
-    records = made.etcd.get(f"/irdmafs/{CLUSTER_NAME}/i".encode())
-    return records[os.stat(path).st_ino.to_bytes(8, "big")]
+    found = made.etcd.get(f"/irdmafs/{CLUSTER_NAME}/i".encode())
+    return found[os.stat(path).st_ino.to_bytes(8, "big")]
 
 
 async def test_a_forged_content_is_not_freed_for_who_has_it(made: Cluster, whole: Path) -> None:
@@ -241,7 +232,7 @@ async def test_contents_it_names_first_are_published_by_writers(made: Cluster, w
         inode.size = 77
         puts = []
         for number in range(1, 20):
-            inode.extent = ContentId(inode.extent + 1)
+            inode.extent = records.ContentId(inode.extent + 1)
             forged = os.stat(whole / "models").st_ino + first + number
             puts.append(Put(inode_key(forged), inode.encode()))
         await forge(made, *puts)
@@ -258,10 +249,10 @@ async def test_contents_it_names_first_are_published_by_writers(made: Cluster, w
 
 async def test_an_entry_for_a_file_elsewhere_locks_nothing(made: Cluster, whole: Path) -> None:
     async with made.engine("mount", "mount-trainer") as engine, trio.open_nursery() as nursery:
-        session = Session(engine, MountRecord("h", "/m", 1, "0", "trainer", "mount"), 20)
+        session = Session(engine, records.MountRecord("h", "/m", 1, "0", "trainer", "mount"), 20)
         await nursery.start(session.run)
         key = entry_key(os.stat(whole / "others/small").st_ino, session.lease)
-        put = Put(key, encode(Entry(sole=True)), session.lease)
+        put = Put(key, records.encode(Entry(sole=True)), session.lease)
         await engine.transact((), [put])
         with open(whole / "others/small", "rb+") as locked:
             # In a thread: the session is renewed meanwhile.
@@ -273,14 +264,15 @@ async def test_etcd_refuses_it_the_keys_of_all_else(made: Cluster, whole: Path) 
     give(made, "forger", "forged")
     top = os.stat(whole / "forged").st_ino
     makers: list[Callable[[int], bytes]] = [
-        inode_key, time_key, guard_key, claim_key, next_ino_key,
-        lambda ino: name_key(ino, b"x"), lambda ino: wish_key(ino, 1),
+        inode_key, time_key, guard_key, records.claim_key, next_ino_key,
+        lambda ino: name_key(ino, b"x"), lambda ino: records.wish_key(ino, 1),
     ]  # fmt: skip
     inside = {f"{make(top)!r}": make(top) for make in makers}
     last = numbers_of(top)[-1]
     inside |= {f"{make(last)!r}": make(last) for make in makers if make is not next_ino_key}
     outside = [make(number) for make in makers for number in (ROOT_INO, 2, top - 1, last + 1)]
-    outside += [NEXT_INO_KEY, next_ino_key(last), next_ino_key(top + 1), policy_key(3), pool_key(1)]
+    outside += map(next_ino_key, (ROOT_INO, last, top + 1))
+    outside += [records.policy_key(3), records.pool_key(1)]
     async with made.engine("mount", "mount-forger") as engine:
         assert len(await allowed_writes(engine, inside)) == 2 * len(inside)
         assert await allowed_writes(engine, {repr(key): key for key in outside}) == []

@@ -65,16 +65,6 @@ def test_an_extent_is_empty_at_first_and_keeps_what_is_written(extents: ExtentSt
     assert stat.S_IMODE(extents.stat(extent).st_mode) == 0o600
 
 
-def test_no_number_is_given_twice_while_its_extent_exists(tmp_path: Path) -> None:
-    numbers: list[ContentId] = []
-    for _ in range(3):
-        extents = ExtentStore(str(tmp_path))
-        numbers += [write(extents, b"x") for _ in range(20)]
-        extents.close()
-    assert len(set(numbers)) == len(numbers)
-    assert set(numbers) == {int(name, 16) for name in os.listdir(tmp_path)}
-
-
 def test_other_files_in_the_directory_are_no_extents(extents: ExtentStore) -> None:
     Path(extents.directory, "lost+found").mkdir()
     Path(extents.directory, "notes.txt").write_text("mine")
