@@ -1,8 +1,9 @@
 """Where tests of RDMA verbs take place: nodes in this process and a mount, with adapters."""
 
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import ExitStack, asynccontextmanager
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import pytest
@@ -50,10 +51,12 @@ async def by_verbs(
     *,
     of_nodes: Choice | None = None,
     address: str = "",
-    timeout_s: float,
+    mount: Mapping[str, Any] = MappingProxyType({}),
+    **options: Any,
 ) -> AsyncIterator[VerbsPlace]:
     """Nodes at an address, by default that of a device, the only one that is used then. The `choice` is the
-    mount's; the nodes have the mount's adapters, or their own ones (`of_nodes`)."""
+    mount's; the nodes have the mount's adapters, or their own ones (`of_nodes`). `mount` and `options` are
+    those of in_cluster."""
     if not address:
         address, device = need_rail()
         choice = choice._replace(device=device)
@@ -62,7 +65,7 @@ async def by_verbs(
         rdma = stack.enter_context(Rdma(choice))
         own = rdma if of_nodes is None else stack.enter_context(Rdma(of_nodes))
         async with in_cluster(
-            memory, count, address, timeout_s=timeout_s, rdma=own, mount={"rdma": rdma}
+            memory, count, address, rdma=own, mount={"rdma": rdma, **mount}, **options
         ) as place:
             yield VerbsPlace(memory, place.peers, place.nodes, rdma, own)
 

@@ -7,6 +7,7 @@ one is used.
 
 import errno
 import gc
+import os
 import socket
 import ssl
 from collections.abc import AsyncIterator, Callable
@@ -18,11 +19,12 @@ import msgspec
 import pytest
 import test_strangers as strangers
 import trio
+from harness.closing import descriptor
 from harness.transport_place import TIMEOUT_S, MiB, Place, in_cluster, mounted, random_bytes, until
 from test_strangers import EXTENT, REQUESTS, TARGET
 
 from irdmafs.backend.model.records import NodeAddress
-from irdmafs.backend.transport import Extent, Unreachable, messages
+from irdmafs.backend.transport import Extent, FileRange, Unreachable, messages
 from irdmafs.backend.transport.frames import BadMessage, decode_welcome
 from irdmafs.backend.transport.movers import all_movers
 from irdmafs.backend.transport.peers import Peers, open_peers
@@ -30,7 +32,6 @@ from irdmafs.backend.transport.rights import ROLES, Scope, may
 from irdmafs.backend.transport.tcp import data, serving, wire
 from irdmafs.backend.transport.tcp.authentication import CODE_BYTES
 from irdmafs.backend.transport.tcp.serving import TcpServing
-from irdmafs.backend.transport.verbs.rdma import Rdma
 from irdmafs.backend.trust.security import Credentials
 
 TO_NODE, TO_MOUNT = 0, 1
@@ -90,7 +91,7 @@ class Relay:
 
 @asynccontextmanager
 async def on_the_way(
-    cluster: Place, credentials: Credentials, kind: str = "data", rdma: Rdma | None = None
+    cluster: Place, credentials: Credentials, kind: str
 ) -> AsyncIterator[tuple[Relay, Peers]]:
     """A relay before node 1's port of that kind, and a mount that knows no other way."""
     listener = cluster.nodes[1].listener
@@ -106,7 +107,7 @@ async def on_the_way(
         await nursery.start(relay.serve)
         async with open_peers(
             resolve,
-            all_movers(rdma, streams=2),
+            all_movers(streams=2),
             name="victim",
             role="mount",
             credentials=credentials,
@@ -208,22 +209,30 @@ async def test_a_request_that_never_ends_is_given_up_and_the_mount_goes_on(
         assert await cluster.read(1, Extent(1, 0), 0, 7) == b"content"
 
 
-@pytest.mark.parametrize("place", [0, 1 * MiB, 3 * MiB - 1], ids=["first", "middle", "last"])
+def flip(relay: Relay, direction: int, start: int, place: int) -> None:
+    """Have a bit of one byte changed, of those that follow the message which begins at `start`."""
+
+    def change(way: int, passage: Passage, data: bytes) -> bytes:
+        passed = passage.passed[direction]
+        at = place - (len(passed) - end_of_header(passed, start) - len(data))
+        if way != direction or not 0 <= at < len(data):
+            return data
+        return data[:at] + bytes([data[at] ^ 1]) + data[at + 1 :]
+
+    relay.change = change
+
+
+# Of the bytes, and of the code that follows them.
+PLACES = (0, 1 * MiB, 3 * MiB - 1, 3 * MiB, 3 * MiB + CODE_BYTES - 1)
+
+
+@pytest.mark.parametrize("place", PLACES)
 async def test_bytes_that_were_changed_on_the_way_to_a_node_are_stored_nowhere(
     attacked: Attacked, caplog: pytest.LogCaptureFixture, place: int
 ) -> None:
     content = random_bytes(3 * MiB)
     async with attacked(2) as (cluster, relay):
-
-        def change(direction: int, passage: Passage, data: bytes) -> bytes:
-            passed = passage.passed[TO_NODE]
-            end = len(passed) - end_of_header(passed, wire.PREAMBLE_BYTES)
-            at = place - (end - len(data))
-            if direction == TO_MOUNT or not 0 <= at < len(data):
-                return data
-            return data[:at] + bytes([data[at] ^ 1]) + data[at + 1 :]
-
-        relay.change = change
+        flip(relay, TO_NODE, wire.PREAMBLE_BYTES, place)
         with pytest.raises(Unreachable):
             await cluster.write(Extent(1, 0), content, 2)
         await until(lambda: not any(cluster.service(node).leftovers for node in (1, 2)))
@@ -234,17 +243,19 @@ async def test_bytes_that_were_changed_on_the_way_to_a_node_are_stored_nowhere(
         assert cluster.have(Extent(1, 0), content) == [1, 2]
 
 
+@pytest.mark.parametrize("place", PLACES)
 async def test_bytes_that_were_changed_on_the_way_from_a_node_are_not_used(
-    attacked: Attacked, caplog: pytest.LogCaptureFixture
+    attacked: Attacked, caplog: pytest.LogCaptureFixture, place: int
 ) -> None:
-    content = random_bytes(3 * MiB)
+    content, landed = random_bytes(3 * MiB), list[int]()
     async with attacked() as (cluster, relay):
         await cluster.write(Extent(1, 0), content)
-        relay.change = lambda direction, passage, data: (
-            data[:-1] + bytes([data[-1] ^ 1]) if direction == TO_MOUNT else data
-        )
-        with pytest.raises(Unreachable):
-            await cluster.read(1, Extent(1, 0), 0, len(content))
+        flip(relay, TO_MOUNT, len(relay.passages[0].passed[TO_MOUNT]), place)
+        with descriptor(os.memfd_create("target")) as target, pytest.raises(Unreachable):
+            whole = FileRange(target, 0, len(content))
+            read = cluster.peers.device(1).read
+            await read(Extent(1, 0), 0, whole, lambda *piece: landed.append(piece[1]))
+        assert sum(landed) < len(content)
         assert len(strangers.warnings(caplog, "irdmafs.backend.transport.tcp.way")) == 1
         relay.change = lambda direction, passage, data: data
         assert await cluster.read(1, Extent(1, 0), 0, len(content)) == content
@@ -273,13 +284,26 @@ async def test_a_forged_answer_acknowledges_nothing(attacked: Attacked) -> None:
 
 
 @pytest.mark.parametrize("direction", [TO_NODE, TO_MOUNT])
-async def test_others_words_end_a_control_connection(attacked: Attacked, direction: int) -> None:
+@pytest.mark.parametrize("what", ["injected", "repeated", "changed"])
+async def test_others_words_end_a_control_connection(
+    attacked: Attacked, direction: int, what: str
+) -> None:
     async with attacked(kind="control") as (cluster, relay):
         await cluster.peers.device(1).put(Extent(1, 0), TARGET, b"content")
         [passage] = relay.passages
         control = cluster.peers.device(1).link._control
         assert control is not None
-        await passage.speak(direction, strangers.frame(messages.Abort(1)))
+        if what == "changed":
+            relay.change = lambda way, passage, data: (
+                data[:-1] + bytes([data[-1] ^ 1]) if way == direction else data
+            )
+            with pytest.raises(Unreachable):
+                await cluster.peers.ping(1)
+            relay.change = lambda way, passage, data: data
+        elif what == "repeated":
+            await passage.speak(direction, bytes(passage.passed[direction]))
+        else:
+            await passage.speak(direction, strangers.frame(messages.Abort(1)))
         # A request that is sent before both ends know that the connection is over fails with it.
         await until(lambda: not control.is_open)
         await until(lambda: cluster.nodes[1].listener.host.counters.connections == 0)

@@ -2,10 +2,6 @@
 
 import inspect
 import os
-import socket
-import threading
-from collections.abc import Iterator
-from contextlib import contextmanager
 
 import pytest
 from hypothesis import given
@@ -16,13 +12,8 @@ from irdmafs.backend.transport.movers import all_movers
 from irdmafs.backend.transport.operations import codec_for
 from irdmafs.backend.transport.rights import ROLES, Scope, may, session_digest
 from irdmafs.backend.transport.tcp.authentication import CODE_BYTES, Authentication, Forged, Ticket
-from irdmafs.backend.transport.tcp.channel import AuthenticatedChannel
-from irdmafs.backend.transport.tcp.streams import receive_ranges, send_range
 from irdmafs.backend.transport.tcp.wire import RIGHTS, Op
 from irdmafs.backend.transport.verbs.messages import Reserve
-
-MiB = 1 << 20
-TIMEOUT_S = 20.0
 
 
 def ends() -> tuple[Authentication, Authentication]:
@@ -72,76 +63,6 @@ def test_the_record_of_a_session_does_not_tell_its_key() -> None:
     key = os.urandom(32)
     assert key not in session_digest(key)
     assert session_digest(key) == session_digest(key) != session_digest(os.urandom(32))
-
-
-# -- bytes ---------------------------------------------------------------------------------------
-
-
-class Changing(threading.Thread):
-    """Hands a connection's bytes on to another one; the byte at `place` is changed, if there is one."""
-
-    def __init__(self, source: socket.socket, target: socket.socket, place: int) -> None:
-        super().__init__()
-        self._source = source
-        self._target = target
-        self._place = place
-
-    def run(self) -> None:
-        passed = 0
-        while data := bytearray(self._source.recv(1 << 16)):
-            if passed <= self._place < passed + len(data):
-                data[self._place - passed] ^= 1
-            passed += len(data)
-            self._target.sendall(data)
-
-
-@contextmanager
-def joined(place: int) -> Iterator[tuple[AuthenticatedChannel, AuthenticatedChannel]]:
-    """Two ends of a connection, with somebody between them who changes a byte."""
-    with socket.create_server(("127.0.0.1", 0)) as listening:
-        address = listening.getsockname()
-        one = AuthenticatedChannel(socket.create_connection(address), TIMEOUT_S, listens=False)
-        source = listening.accept()[0]
-        target = socket.create_connection(address)
-        other = AuthenticatedChannel(listening.accept()[0], TIMEOUT_S, listens=True)
-    one.authentication, other.authentication = ends()
-    changing = Changing(source, target, place)
-    changing.start()
-    yield one, other
-    one.shutdown()
-    changing.join()
-    for each in (one, other, source, target):
-        each.close()
-
-
-@pytest.mark.parametrize("place", [-1, 0, 3 * MiB, 5 * MiB + 6, 5 * MiB + 7, 5 * MiB + 22])
-def test_the_last_piece_counts_only_if_all_bytes_are_the_senders(place: int) -> None:
-    length = 5 * MiB + 7
-    source, target = os.memfd_create("source"), os.memfd_create("target")
-    os.write(source, os.urandom(length))
-    os.ftruncate(target, length)
-    arrived: list[int] = []
-    with joined(place) as (one, other):
-
-        def send() -> None:
-            assert send_range(one, source, 0, length) is None
-            one.end_sending()
-
-        sending = threading.Thread(target=send)
-        sending.start()
-        try:
-            receive_ranges(
-                other, target, ((0, length),), lambda start, count, data: arrived.append(count)
-            )
-        except Forged:
-            assert place >= 0
-            assert sum(arrived) < length
-        else:
-            assert place < 0
-            assert os.pread(target, length, 0) == os.pread(source, length, 0)
-        sending.join()
-    os.close(source)
-    os.close(target)
 
 
 # -- rights --------------------------------------------------------------------------------------

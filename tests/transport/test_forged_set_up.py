@@ -2,14 +2,13 @@
 
 What two ends say to each other to move an extent by verbs (numbers of queue pairs, addresses, keys,
 handles) is of no use to anybody else: whoever has it all reads nothing by it, writes nothing, and keeps
-nobody from being served. The attacker is another member of the cluster, or on the way of a control
-connection that has certificates.
+nobody from being served. The attacker is another member of the cluster; test_adversary.py has who is on the
+way of a control connection.
 """
 
 import os
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import AsyncExitStack, asynccontextmanager
-from functools import partial
 from pathlib import Path
 
 import pytest
@@ -17,10 +16,8 @@ import trio
 from harness.closing import descriptor
 from harness.rdma import need_ports, registered
 from harness.transport_nodes import Node, serving
-from harness.transport_place import KiB, Place, in_cluster, mounted, random_bytes, until
+from harness.transport_place import KiB, Place, mounted, random_bytes, until
 from harness.verbs_place import lanes, only_path
-from test_adversary import TO_MOUNT, TO_NODE, Passage, Relay, on_the_way
-from test_strangers import frame
 
 from irdmafs.backend.transport import Extent, FileRange, Target
 from irdmafs.backend.transport.messages import Answer, Request
@@ -29,10 +26,9 @@ from irdmafs.backend.transport.verbs import messages
 from irdmafs.backend.transport.verbs.devices import Route
 from irdmafs.backend.transport.verbs.library import Library
 from irdmafs.backend.transport.verbs.path import Path as VerbsPath
-from irdmafs.backend.transport.verbs.queue import Broken, Piece, QueuePair
+from irdmafs.backend.transport.verbs.queue import Broken, Piece
 from irdmafs.backend.transport.verbs.rdma import Adapter, Choice, Rdma
 from irdmafs.backend.transport.verbs.serving import Arrival, VerbsServing
-from irdmafs.backend.trust.security import Credentials
 
 pytestmark = pytest.mark.verbs
 
@@ -219,88 +215,3 @@ def test_a_right_is_over_for_its_owner_too_once_it_was_given_up(memory: Path) ->
             await scene.attacker.move("read", mine)
 
     on_scene(memory, attack)
-
-
-@pytest.fixture
-def connected(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[messages.QueueEnd]]:
-    """Whom queue pairs of this process were connected to."""
-    ends: list[messages.QueueEnd] = []
-    connect = QueuePair.connect
-
-    def connecting(pair: QueuePair, peer: messages.QueueEnd, patience_s: float) -> None:
-        ends.append(peer)
-        connect(pair, peer, patience_s)
-
-    monkeypatch.setattr(QueuePair, "connect", connecting)
-    yield ends
-
-
-@pytest.mark.parametrize("what", ["injected", "repeated", "changed for it", "changed for us"])
-async def test_who_is_on_the_way_of_the_set_up_attaches_nothing(
-    memory: Path,
-    certificates: dict[str, Credentials],
-    connected: list[messages.QueueEnd],
-    what: str,
-) -> None:
-    need_ports()
-    data = random_bytes(LENGTH)
-    changes = 0
-
-    def change(direction: int, passage: Passage, passed: bytes) -> bytes:
-        """One bit of all that follows the handshake, once."""
-        nonlocal changes
-        wanted = TO_NODE if what == "changed for it" else TO_MOUNT
-        if direction != wanted or len(passage.passed[TO_MOUNT]) < 2 * KiB or changes:
-            return passed
-        changes += 1
-        return passed[:-1] + bytes([passed[-1] ^ 1])
-
-    async def attack(
-        cluster: Place, relay: Relay, victim: Peers, forged: messages.QueueEnd
-    ) -> None:
-        if what.startswith("changed"):
-            relay.change = change
-        source = cluster.file("source", data)
-        write = partial(victim.device(1).write, source=FileRange(source, 0, LENGTH))
-        for content in (1, 2):
-            await at_last(partial(write, Extent(content, 0), TARGET))
-            if what == "injected":
-                said = frame(messages.Attach(forged, 0, "rxe0/1", forged.gid))
-                await relay.passages[-1].speak(TO_NODE, said)
-            elif what == "repeated":
-                await relay.passages[-1].speak(TO_NODE, bytes(relay.passages[0].passed[TO_NODE]))
-            assert cluster.have(Extent(content, 0), data) == [1]
-        await at_last(lambda: victim.device(1).read(Extent(1, 0), 0, FileRange(source, 0, LENGTH)))
-        assert os.pread(source, LENGTH, 0) == data
-        os.close(source)
-        assert len(relay.passages) > 1, "it noticed"
-
-    async with AsyncExitStack() as stack:
-        rdma = stack.enter_context(Rdma(Choice(device="rxe0")))
-        ours = stack.enter_context(Rdma(Choice(device="rxe0")))
-        theirs = stack.enter_context(Rdma(Choice(device="rxe0")))
-        credentials = certificates["mount"]
-        cluster = await stack.enter_async_context(
-            in_cluster(
-                memory, 1, timeout_s=TIMEOUT_S, rdma=rdma, credentials=certificates["node"],
-                mount={"credentials": credentials, "rdma": None},
-            )
-        )  # fmt: skip
-        route = theirs.rails("127.0.0.1")[0].route
-        pair = theirs.open(route).queue_pair(route.gid)
-        async with on_the_way(cluster, credentials, "control", ours) as (relay, peers):
-            with trio.fail_after(120):
-                await attack(cluster, relay, peers, pair.end())
-        assert pair.end().number not in [end.number for end in connected]
-        assert [end.number for end in connected], "the victim moved by verbs"
-        pair.close()
-
-
-async def at_last(work: Callable[[], Awaitable[None]]) -> None:
-    """A connection that was given up is made anew after a moment."""
-    while True:
-        try:
-            await work()
-            return
-        except OSError:
-            await trio.sleep(0.1)

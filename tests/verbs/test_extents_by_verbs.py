@@ -53,10 +53,10 @@ on_adapter = partial(by_verbs, timeout_s=TIMEOUT_S)
 
 @pytest.mark.parametrize("length", [1, 4097, 64 * KiB, 4 * MiB, 8 * MiB, 9 * MiB + 5])
 async def test_a_written_extent_is_on_every_node_of_the_chain_and_can_be_read(
-    memory: Path, length: int, monkeypatch: pytest.MonkeyPatch
+    memory: Path, length: int, monkeypatch: pytest.MonkeyPatch, certified: dict[str, Any]
 ) -> None:
     monkeypatch.setattr(path_module, "_PIECE_BYTES_MAX", 4 * MiB)
-    async with on_adapter(memory, choice=Choice(threshold_bytes=1)) as cluster:
+    async with on_adapter(memory, choice=Choice(threshold_bytes=1), **certified) as cluster:
         await write_and_read(cluster, length)
         # Nothing of it went over TCP: once from here, once from node to node, and back twice.
         assert cluster.peers.counters.moved_bytes["verbs"] == 3 * length
