@@ -355,7 +355,7 @@ def shared_cluster() -> Iterator[SharedCluster]:
 
 @pytest.fixture(scope="session")
 def shared_rdma_cluster() -> Iterator[SharedCluster]:
-    listen = {"listen": rdma.need_address()}
+    listen = {"listen": rdma.need_way().address}
     plan = Plan(nodes=2, namespaces=False, node_config=listen, lease_ttl_s=LONG_LEASE_S)
     shared = SharedCluster(plan, breakable.__file__)
     yield shared

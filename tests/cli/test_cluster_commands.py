@@ -22,7 +22,7 @@ from harness.closing import descriptor
 from harness.etcd_server import EtcdServer
 from harness.mountpoint import INTERRUPTED, IRDMAFS, eventually, irdmafs, one_line, succeeded
 from harness.processes import Program, has_ended
-from harness.transport_nodes import Yes, serving
+from harness.transport_nodes import serving
 
 from irdmafs.backend.cluster import overview
 from irdmafs.backend.cluster.config import ClusterConfig
@@ -133,13 +133,12 @@ LIES: list[dict[str, Any]] = [
 
 
 async def test_a_report_that_makes_no_sense_is_told_of(cluster: Cluster, memory: Path) -> None:
-    liar: Any = Yes(7)
-    async with serving(memory, 7, service=liar) as node:
+    async with serving(memory, 7) as node:
         port = node.listener.control_port
         address = NodeAddress("127.0.0.1", port, port, ["tcp"], "h", "/s", GIB, GIB, "0")
         await trio.to_thread.run_sync(cluster.put, (key_of(b"n", 7), address))
         for lie, flags in itertools.product(LIES, ([], ["--json"])):
-            with patch.object(liar, "status", return_value=lie):
+            with patch.object(node.service, "status", return_value=lie):
                 command = partial(cluster.run, "cluster", "status", *flags)
                 done = await trio.to_thread.run_sync(command)
             is_told = "does not answer: its report makes no sense" in done.stdout

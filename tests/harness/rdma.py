@@ -35,11 +35,11 @@ def need_ports(count: int = 1) -> list[Way]:
     return found[:count]
 
 
-def need_address() -> str:
-    """One of this host's that a usable device has. Skips the test as `need_ports` does."""
+def need_way() -> Way:
+    """A port with an IPv4 address of this host's. Skips the test as `need_ports` does."""
     need_ports()
     try:
-        return find_way().address
+        return find_way()
     except Unavailable as error:
         pytest.skip(f"{error}; {REMEDY}")
 

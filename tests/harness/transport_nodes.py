@@ -18,6 +18,7 @@ from typing import Any, NamedTuple, Self, TypeVar
 
 import trio
 
+from harness.closing import descriptor
 from harness.processes import Program
 from irdmafs.backend.files.sparse import segments
 from irdmafs.backend.model.records import NodeAddress, session_of
@@ -53,52 +54,11 @@ class IncomingFile(OpenFile):
             os.unlink(self.path)
 
 
-class Yes:
-    """The part of a Service that agrees to everything. What keeps extents derives from it."""
-
-    def __init__(self, node: int) -> None:
-        self.node = node
-
-    async def check_owner(self, peer: Peer, content: int) -> None:
-        pass
-
-    async def admit(self, extent: Extent, target: Target) -> None:
-        pass
-
-    def open(self, extent: Extent) -> int:
-        raise NotImplementedError
-
-    def abort(self, content: int) -> None:
-        pass
-
-    async def suspect(self, group: int, node: int) -> bool:
-        return True
-
-    def doubt(self, extent: Extent) -> None:
-        pass
-
-    async def digest(self, extent: Extent) -> bytes:
-        return b""
-
-    async def segments(self, extent: Extent) -> list[tuple[int, int]]:
-        fd = self.open(extent)
-        try:
-            return segments(fd, 0, os.fstat(fd).st_size)
-        finally:
-            os.close(fd)
-
-    def scrub(self) -> None:
-        pass
-
-    def status(self) -> dict[str, Any]:
-        return {}
-
-
-class ExtentDirectory(Yes):
+class ExtentDirectory:
     """A Service that keeps extents as files, with what tests want to know and to set."""
 
     def __init__(self, directory: str, node: int) -> None:
-        super().__init__(node)
+        self.node = node
         self.directory = directory
         os.makedirs(f"{directory}/incoming", exist_ok=True)
         self.newest_config = 0
@@ -187,6 +147,19 @@ class ExtentDirectory(Yes):
     async def suspect(self, group: int, node: int) -> bool:
         self.suspected.append((group, node))
         return True
+
+    def doubt(self, extent: Extent) -> None:
+        pass
+
+    async def digest(self, extent: Extent) -> bytes:
+        return b""
+
+    async def segments(self, extent: Extent) -> list[tuple[int, int]]:
+        with descriptor(self.open(extent)) as fd:
+            return segments(fd, 0, os.fstat(fd).st_size)
+
+    def scrub(self) -> None:
+        pass
 
     def status(self) -> dict[str, Any]:
         return {"node": f"{self.node:x}", "extents": len(self.sealed)}

@@ -9,11 +9,10 @@ from typing import Any
 import pytest
 import trio
 
-from harness.rdma import need_address
+from harness.rdma import need_way
 from harness.transport_nodes import Node
 from harness.transport_place import Place, in_cluster, until
 from irdmafs.backend.transport.peers import Peers
-from irdmafs.backend.transport.verbs import devices
 from irdmafs.backend.transport.verbs.path import Path as VerbsPath
 from irdmafs.backend.transport.verbs.queue import QueuePair
 from irdmafs.backend.transport.verbs.rdma import Adapter, Choice, Rdma
@@ -37,12 +36,6 @@ class VerbsPlace(Place):
         return adapter
 
 
-def need_rail() -> tuple[str, str]:
-    """An address of this host's, and the device that has it. Skips the test as `need_ports` does."""
-    address = need_address()
-    return address, devices.choose(devices.find(), address).device.name
-
-
 @asynccontextmanager
 async def by_verbs(
     memory: Path,
@@ -58,7 +51,7 @@ async def by_verbs(
     mount's; the nodes have the mount's adapters, or their own ones (`of_nodes`). `mount` and `options` are
     those of in_cluster."""
     if not address:
-        address, device = need_rail()
+        device, _, _, address = need_way()
         choice = choice._replace(device=device)
         of_nodes = of_nodes and of_nodes._replace(device=device)
     with ExitStack() as stack:

@@ -6,7 +6,7 @@ import os
 import random
 import socket
 import threading
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterator
 from contextlib import AsyncExitStack, asynccontextmanager
 from pathlib import Path
 from typing import Any
@@ -385,24 +385,30 @@ async def test_a_write_ends_with_the_lease_of_the_last_node_that_it_waits_for(
             (cluster.nodes[1].peers if chain else cluster.peers).node_changed(last)
 
 
-async def test_attempts_to_reach_a_node_end_with_its_lease(memory: Path) -> None:
-    with socket.create_server(("127.0.0.1", 0)) as silent:
-        address = memory / "addresses" / "1"
-        address.parent.mkdir()
-        address.write_text(json.dumps(["127.0.0.1", silent.getsockname()[1], 1]))
-        async with mounted(memory, timeout_s=NEVER_S) as peers:
+@pytest.fixture
+def silent(memory: Path) -> Iterator[Path]:
+    """The record of node 1, where somebody listens and never answers."""
+    address = memory / "addresses" / "1"
+    address.parent.mkdir()
+    with socket.create_server(("127.0.0.1", 0)) as listening:
+        address.write_text(json.dumps(["127.0.0.1", listening.getsockname()[1], 1]))
+        yield address
 
-            async def ping() -> None:
-                with pytest.raises(Unreachable):
-                    await peers.ping(1)
 
-            async with trio.open_nursery() as nursery:
-                for _ in range(3):
-                    nursery.start_soon(ping)
-                await until(lambda: peers.counters.connects == 1)
-                address.unlink()
-                peers.node_changed(1)
-            assert peers.counters.connects == 1
+async def ping_in_vain(peers: Peers) -> None:
+    with pytest.raises(Unreachable):
+        await peers.ping(1)
+
+
+async def test_attempts_to_reach_a_node_end_with_its_lease(memory: Path, silent: Path) -> None:
+    async with mounted(memory, timeout_s=NEVER_S) as peers:
+        async with trio.open_nursery() as nursery:
+            for _ in range(3):
+                nursery.start_soon(ping_in_vain, peers)
+            await until(lambda: peers.counters.connects == 1)
+            silent.unlink()
+            peers.node_changed(1)
+        assert peers.counters.connects == 1
 
 
 class Clock:
@@ -412,30 +418,21 @@ class Clock:
         return self.now
 
 
+@pytest.mark.usefixtures("silent")
 async def test_a_process_that_stood_still_leaves_no_node_alone_for_as_long(
     memory: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     clock = Clock()
     monkeypatch.setattr(link, "time", clock)
     patience_s = 0.1
-
-    with socket.create_server(("127.0.0.1", 0)) as silent:
-        address = ["127.0.0.1", silent.getsockname()[1], 1]
-        (memory / "addresses").mkdir()
-        (memory / "addresses" / "1").write_text(json.dumps(address))
-        async with mounted(memory, timeout_s=patience_s) as peers, trio.open_nursery() as nursery:
-
-            async def ping() -> None:
-                with pytest.raises(Unreachable):
-                    await peers.ping(1)
-
-            nursery.start_soon(ping)
-            await until(lambda: peers.counters.connects == 1)
-            clock.now += 1000
-            await until(lambda: not nursery.child_tasks)
-            clock.now += patience_s
-            await ping()
-            assert peers.counters.connects == 2
+    async with mounted(memory, timeout_s=patience_s) as peers, trio.open_nursery() as nursery:
+        nursery.start_soon(ping_in_vain, peers)
+        await until(lambda: peers.counters.connects == 1)
+        clock.now += 1000
+        await until(lambda: not nursery.child_tasks)
+        clock.now += patience_s
+        await ping_in_vain(peers)
+        assert peers.counters.connects == 2
 
 
 async def test_a_node_is_found_again_where_it_restarts(memory: Path) -> None:

@@ -5,29 +5,24 @@ The one that is added here tells how long an extent is.
 
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Annotated, Any
 from unittest.mock import patch
 
 import pytest
 import trio
 from harness.transport_nodes import serving
 from harness.transport_place import mounted
-from msgspec import Meta
 
 from irdmafs.backend.transport import Extent
 from irdmafs.backend.transport.messages import AboutExtent, Answer, Request
 from irdmafs.backend.transport.mover import Host
 from irdmafs.backend.transport.operations import OPERATIONS, Operation
-from irdmafs.backend.transport.peers import Peers
 from irdmafs.backend.transport.rights import ANY, NONE, Peer
 
 KNOWN = Extent(7, 0)
 
 
 class Measure(AboutExtent, tag=80):
-    """Asks for the length of an extent, of which the node tells `digits` at most."""
-
-    digits: Annotated[int, Meta(ge=1)]
+    """Asks for the length of an extent."""
 
 
 class Measured(Answer, tag=81):
@@ -50,17 +45,13 @@ def added() -> Iterator[None]:
         yield
 
 
-async def length(peers: Peers, extent: Extent, digits: int = 9) -> int | None:
-    return (await peers.device(1).link.ask(Measure(extent, digits), Measured)).length
-
-
-def asked(memory: Path, extent: Extent, digits: int = 9, **options: Any) -> int | None:
-    """Return the answer of node 1 to a mount, or to whom the options say."""
+def asked(memory: Path, extent: Extent, role: str = "mount") -> int | None:
+    """Return the answer of node 1."""
 
     async def main() -> int | None:
-        async with serving(memory, 1) as node, mounted(memory, **options) as peers:
+        async with serving(memory, 1) as node, mounted(memory, role=role) as peers:
             Path(node.service.path(KNOWN)).write_bytes(b"weights")
-            return await length(peers, extent, digits)
+            return (await peers.device(1).link.ask(Measure(extent), Measured)).length
 
     return trio.run(main)
 

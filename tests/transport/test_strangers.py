@@ -358,7 +358,7 @@ async def test_those_who_will_never_be_let_in_are_told_so(
             assert "it speaks TLS, and this node has no credentials" in ours
 
 
-@pytest.mark.parametrize("what", ["expired", "guessed", "seen"])
+@pytest.mark.parametrize("what", ["expired", "guessed", "seen", "used"])
 async def test_an_invalid_ticket_opens_nothing(
     memory: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch, what: str
 ) -> None:
@@ -373,6 +373,11 @@ async def test_an_invalid_ticket_opens_nothing(
             # A stranger that sees the number pass does not see the key.
             preamble = preamble[:-1] + bytes([preamble[-1] ^ 1])
         await connection.send(preamble)
+        if what == "used":
+            await until(lambda: not cluster.nodes[1].serving(serving.TcpServing).pending)
+            await connection.stream.aclose()
+            connection.stream = await connect(cluster, "tcp")
+            await connection.send(preamble)
         assert await is_closed(connection.stream)
         why = "a ticket that is not its own" if what == "seen" else "no valid ticket"
         assert why in warnings(caplog)[0]

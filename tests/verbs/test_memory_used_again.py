@@ -6,17 +6,18 @@ import random
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, asynccontextmanager
 from pathlib import Path
+from typing import Any
 
 import pytest
 import trio
 from harness.closing import descriptor
-from harness.clusters import Cluster, ClusterMount, counters
-from harness.rdma import registered
-from harness.transport_nodes import Node, Yes, serving
+from harness.clusters import Cluster, counters
+from harness.rdma import need_way, registered
+from harness.transport_nodes import ExtentDirectory, Node, serving
 from harness.transport_place import MiB, Place, mounted
-from harness.verbs_place import need_rail, only_path
+from harness.verbs_place import only_path
 
-from irdmafs.backend.node.files import Files, Held, Incoming
+from irdmafs.backend.node.files import Files
 from irdmafs.backend.transport import Extent, Target
 from irdmafs.backend.transport.peers import Peers
 from irdmafs.backend.transport.verbs import way as way_module
@@ -32,29 +33,24 @@ TIMEOUT_S = 5.0
 SESSION = 7
 
 
-def moved_by_rdma(mount: ClusterMount) -> int:
-    moved: int = counters(mount)["rdma_bytes"]
-    return moved
-
-
 def test_a_version_is_sent_once_however_soon_its_file_is_closed(rdma_cluster: Cluster) -> None:
     """A kernel with coarse times (before 6.13) cannot tell a write after close from the one before it."""
     data = random.Random(1).randbytes(256 << 10)
     writer, _ = rdma_cluster.mounts
-    moved = moved_by_rdma(writer)
+    moved = counters(writer)["rdma_bytes"]
     for version in range(16):
         fd = os.open(writer.path / "sent once", os.O_RDWR | os.O_CREAT)
         other = os.dup(fd)
         os.pwrite(fd, version.to_bytes(4, "big") + data[4:], 0)
         os.close(fd)
         os.close(other)
-    assert moved_by_rdma(writer) == moved + 16 * len(data)
+    assert counters(writer)["rdma_bytes"] == moved + 16 * len(data)
 
 
 def test_a_file_truncated_after_its_version_was_sent_is_sent_anew(rdma_cluster: Cluster) -> None:
     first, second = (random.Random(seed).randbytes(2 * MiB) for seed in (1, 2))
     writer, reader = rdma_cluster.mounts
-    moved = moved_by_rdma(writer)
+    moved = counters(writer)["rdma_bytes"]
     fd = os.open(writer.path / "truncated", os.O_RDWR | os.O_CREAT)
     other = os.dup(fd)
     os.write(fd, first)
@@ -64,38 +60,29 @@ def test_a_file_truncated_after_its_version_was_sent_is_sent_anew(rdma_cluster: 
     os.pwrite(other, second, 0)
     os.close(other)
     assert (reader.path / "truncated").read_bytes() == second
-    assert moved_by_rdma(writer) == moved + len(first) + len(second)
+    assert counters(writer)["rdma_bytes"] == moved + len(first) + len(second)
 
 
-class FilesService(Yes):
+class FilesService(ExtentDirectory):
     """A node's service over its real store directory, which says yes to everything."""
 
     def __init__(self, directory: Path, node: int, rdma: Rdma) -> None:
-        super().__init__(node)
+        super().__init__(f"{directory}-unused", node)
         self.files = Files(str(directory), rdma=rdma)
 
     def size(self, extent: Extent) -> int | None:
         return self.files.size(extent)
 
-    async def create(self, extent: Extent, length: int, allocated: int | None = None) -> Incoming:
+    async def create(self, extent: Extent, length: int, allocated: int | None = None) -> Any:
         return self.files.incoming.take_spare(length) or self.files.create(length, allocated)
 
-    async def adopt(self, extent: Extent, name: str) -> Incoming:
-        return self.files.incoming.take_over(name, extent.content)
-
-    async def share(self, source: Extent, length: int) -> Incoming:
-        return self.files.share(source, length)
-
-    async def seal(self, extent: Extent, incoming: Incoming) -> None:
+    async def seal(self, extent: Extent, incoming: Any) -> None:
         self.files.seal(incoming, extent)
 
     def open(self, extent: Extent) -> int:
         return self.files.open(extent)
 
-    def hold(self, extent: Extent) -> Held:
-        return self.files.hold(extent)
-
-    async def hold_own(self, extent: Extent) -> Held:
+    def hold(self, extent: Extent) -> Any:
         return self.files.hold(extent)
 
 
@@ -135,7 +122,7 @@ class Nodes:
 @asynccontextmanager
 async def with_nodes(memory: Path) -> AsyncIterator[Nodes]:
     async with AsyncExitStack() as stack:
-        address, device = need_rail()
+        device, _, _, address = need_way()
         rdma = stack.enter_context(Rdma(Choice(device=device)))
         served: dict[int, Node] = {}
         gone: set[int] = set()
@@ -182,11 +169,6 @@ async def test_what_a_node_has_sent_over_tcp_is_not_used_again(memory: Path, mov
         await nodes.write(2)
         # The last of the chain has sent it to nobody.
         assert nodes.reused == [0, 1]
-
-
-async def path_to_first_again(nodes: Nodes) -> None:
-    while await nodes.verbs.peers.device(1).way(VerbsWay).reach() is None:
-        await trio.sleep(0.05)
 
 
 async def read_window(path: VerbsPath, exposed: Exposed) -> bytes:
@@ -238,6 +220,7 @@ async def test_rights_end_with_their_session(memory: Path, monkeypatch: pytest.M
         assert await nodes.read(1) == data
         assert nodes.verbs.peers.counters.moved_bytes["verbs"] == moved
         nodes.gone.clear()
-        await path_to_first_again(nodes)
+        while await nodes.verbs.peers.device(1).way(VerbsWay).reach() is None:
+            await trio.sleep(0.05)
         assert await nodes.read(1) == data
         assert nodes.verbs.peers.counters.moved_bytes["verbs"] == moved + MiB

@@ -194,15 +194,6 @@ async def test_what_is_written_is_hashed_as_it_passes(
         os.close(fd)
 
 
-async def test_where_no_memory_may_be_registered_tcp_moves_the_bytes(memory: Path) -> None:
-    data = random_bytes(MiB)
-    async with with_worker(memory, Choice(limit_bytes=MiB)) as worker:
-        await worker.write(Extent(1, 0), data)
-        assert await worker.read(1, Extent(1, 0), 0, MiB) == data
-        assert worker.peers.counters.fallbacks == 2
-        assert worker.peers.counters.moved_bytes["verbs"] == 0
-
-
 async def test_an_error_of_the_file_is_the_callers(memory: Path) -> None:
     async with with_worker(memory) as worker:
         await worker.write(Extent(1, 0), bytes(MiB))

@@ -1,16 +1,14 @@
 """Training by RDMA: what steps register once the first versions are there. A mount beside the device."""
 
-import json
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from contextlib import ExitStack
 from typing import Any
 
 import numpy as np
 import pytest
 from conftest import make_mount
-from harness.clusters import MIB, Cluster, ClusterMount
-from harness.parts import STATUS_XATTR
+from harness.clusters import MIB, Cluster, ClusterMount, counters
 from harness.patterns import pattern, version_of
 from harness.rdma import need_ports
 from harness.training_runs import reducing, start
@@ -44,13 +42,7 @@ def registrations(cluster: Cluster, mounts: Sequence[ClusterMount]) -> list[int]
                 return report_of(found)
 
     nodes = with_etcd(config, ask)["nodes"]
-    return [each["rdma_registrations"] for each in (*nodes, *map(figures, mounts))]
-
-
-def figures(mount: ClusterMount) -> Mapping[str, Any]:
-    """As `irdmafs status` tells; to start a process for it takes longer than a step, too."""
-    found: Mapping[str, Any] = json.loads(os.getxattr(mount.path, STATUS_XATTR))["cluster"]
-    return found
+    return [each["rdma_registrations"] for each in (*nodes, *map(counters, mounts))]
 
 
 def test_steps_register_nothing_once_the_files_take_turns(rdma_cluster: Cluster) -> None:
@@ -82,7 +74,7 @@ def test_steps_register_nothing_once_the_files_take_turns(rdma_cluster: Cluster)
             if steady == STEADY_STEPS:
                 break
         assert steady == STEADY_STEPS
-        found = [figures(mount) for mount in mounts]
+        found = [*map(counters, mounts)]
         assert all(each["rdma_bytes"] and not each["rdma_fallbacks"] for each in found)
 
 
