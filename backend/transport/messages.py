@@ -127,6 +127,8 @@ class Ping(Request, tag=10):
 
 
 class Put(ToTarget, tag=11):
+    """Stores an extent on this node only: it is not handed on."""
+
     data: Annotated[bytes, Meta(max_length=PUT_BYTES_MAX)]
 
 

@@ -6,7 +6,7 @@ docs/contributing.md says how one is added.
 import errno
 import os
 from collections.abc import Awaitable, Callable, Iterable
-from contextlib import closing, nullcontext
+from contextlib import closing
 from typing import Any, NamedTuple
 
 import trio
@@ -77,24 +77,14 @@ async def _ask_etcd(host: Host, peer: Peer, request: messages.AskEtcd) -> messag
 
 async def _put(host: Host, peer: Peer, request: messages.Put) -> messages.Done:
     extent, target, data = request.extent, request.target, request.data
+    if target.chain:
+        raise OSError(errno.EINVAL, "what is in a message is not handed on")
     incoming = await begin(host.service, extent, target, len(data))
-
-    async def store() -> None:
-        if incoming is not None:
+    if incoming is not None:
+        with closing(incoming):
             write_at(incoming.fd, data, 0)
             await host.service.seal(extent, incoming)
-            host.counters.received_bytes += len(data)
-
-    async def forward() -> None:
-        further, rest = target.onward()
-        await host.device(further).put(extent, rest, data)
-        host.counters.sent_bytes += len(data)
-
-    with closing(incoming) if incoming is not None else nullcontext():
-        if target.chain:
-            await _both(store, forward)
-        else:
-            await store()
+        host.counters.received_bytes += len(data)
     return messages.Done()
 
 
@@ -146,28 +136,6 @@ def _are_few(request: messages.Get) -> bool:
     return len(request.extents) <= _READ_AT_ONCE
 
 
-async def _both(
-    here: Callable[[], Awaitable[None]], further: Callable[[], Awaitable[None]]
-) -> None:
-    """Do both at once. Raises the error of this node, or else of one further down the chain."""
-    errors: list[OSError] = []
-
-    async def hand_on() -> None:
-        try:
-            await further()
-        except OSError as error:
-            errors.append(error)
-
-    async with trio.open_nursery() as nursery:
-        nursery.start_soon(hand_on)
-        try:
-            await here()
-        except OSError as error:
-            errors.insert(0, error)
-    if errors:
-        raise errors[0]
-
-
 def _read(service: Service[Any], extents: list[Extent], limit: int) -> list[bytes | None]:
     """Return the contents of as many extents as an answer holds, at least one."""
     found: list[bytes | None] = []
@@ -199,7 +167,8 @@ def _always(request: messages.Request) -> bool:
     return True
 
 
-# A mount writes contents of its own session only. A node hands on contents of any session.
+# A mount writes contents of its own session only. A node hands on contents of any session, by messages of
+# the movers.
 OPERATIONS: dict[type[messages.Request], Operation] = {
     messages.Ping: Operation((ANY, ANY, ANY, ANY), messages.Done, _ping, _always),
     messages.Status: Operation((ANY, NONE, NONE, ANY), messages.Report, _status),
@@ -212,7 +181,7 @@ OPERATIONS: dict[type[messages.Request], Operation] = {
     # Only nodes: the node reads much for a short answer.
     messages.Digest: Operation((ANY, NONE, NONE, NONE), messages.Digested, _digest),
     # Writing.
-    messages.Put: Operation((ANY, OWN, NONE, NONE), messages.Done, _put),
+    messages.Put: Operation((NONE, OWN, NONE, NONE), messages.Done, _put),
     messages.PutAll: Operation((NONE, OWN, NONE, NONE), messages.Done, _put_all),
     messages.Adopt: Operation((NONE, OWN, NONE, NONE), messages.Done, _adopt),
     # Every mount may read every extent, so it may have one of its own with the same bytes.

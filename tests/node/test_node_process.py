@@ -164,8 +164,10 @@ class Writer:
         return config.members[0], Target(group, revision, config.members[1:])
 
     async def put(self, content: int, data: bytes, layout: Layout) -> None:
-        node, target = self.target(layout)
-        await self.peers.device(node).put(Extent(content, 0), target, data)
+        first, target = self.target(layout)
+        alone = Target(target.group, target.config, ())
+        for node in (first, *target.chain):
+            await self.peers.device(node).put(Extent(content, 0), alone, data)
 
     async def write(self, content: int, data: bytes, layout: Layout) -> None:
         node, target = self.target(layout)
@@ -257,6 +259,8 @@ async def test_a_node_refuses_what_is_not_its_to_store(place: Place) -> None:
         layout = writer.layout()
         node, target = writer.target(layout)
         device = writer.peers.device(node)
+
+        target = Target(target.group, target.config, ())
 
         async def refused(content: int, target: Target) -> OSError:
             with pytest.raises(OSError) as caught:

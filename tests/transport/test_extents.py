@@ -65,13 +65,16 @@ async def test_a_part_of_an_extent_is_read_into_a_part_of_a_file(memory: Path) -
         await read_a_part(cluster)
 
 
-async def test_a_small_extent_is_put_along_the_chain_in_one_round_trip(memory: Path) -> None:
-    async with in_cluster(memory) as cluster:
+async def test_a_small_extent_is_put_in_one_round_trip_and_not_handed_on(memory: Path) -> None:
+    async with in_cluster(memory, 2) as cluster:
         await cluster.peers.ping(1)
         before = cluster.peers.counters.round_trips
-        await cluster.peers.device(1).put(Extent(1, 0), Target(1, 1, (2, 3)), b"small")
+        await cluster.peers.device(1).put(Extent(1, 0), Target(1, 1, ()), b"small")
         assert cluster.peers.counters.round_trips == before + 1
-        assert cluster.have(Extent(1, 0), b"small") == [1, 2, 3]
+        assert cluster.have(Extent(1, 0), b"small") == [1]
+        with fails_with(errno.EINVAL):
+            await cluster.peers.device(1).put(Extent(2, 0), Target(1, 1, (2,)), b"small")
+        assert not cluster.have(Extent(2, 0), b"small")
 
 
 async def test_once_connected_a_transfer_costs_one_round_trip(memory: Path) -> None:
@@ -201,7 +204,8 @@ async def test_an_old_configuration_is_fenced_wherever_in_the_chain_it_is_notice
             await device.write(Extent(1, 0), target, FileRange(source, 0, length))
         assert caught.value.group == 0x30007
         with pytest.raises(Fenced):
-            await device.put(Extent(2, 0), target, b"small")
+            alone = Target(0x30007, 4, ())
+            await cluster.peers.device(refusing).put(Extent(2, 0), alone, b"small")
         os.close(source)
         assert not cluster.service(refusing).sealed
         await until(lambda: not any(node.service.leftovers for node in cluster.nodes.values()))
@@ -463,9 +467,7 @@ async def test_a_node_that_takes_long_to_seal_is_waited_for(memory: Path) -> Non
         cluster.service(3).may_seal = trio.Event()
         async with trio.open_nursery() as nursery:
             nursery.start_soon(cluster.write, Extent(1, 0), random_bytes(9 * MiB), 2, 3)
-            nursery.start_soon(
-                cluster.peers.device(1).put, Extent(2, 0), Target(1, 1, (2, 3)), b"x"
-            )
+            nursery.start_soon(cluster.peers.device(3).put, Extent(2, 0), Target(1, 1, ()), b"x")
             # Longer than a node may be silent.
             await trio.sleep(3 * 1.0)
             assert len(nursery.child_tasks) == 2
