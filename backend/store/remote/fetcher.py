@@ -61,9 +61,6 @@ class Gone(Exception):
 class Wrong(OSError):
     """Every replica of a content has other bytes than were published."""
 
-    def __init__(self, text: str) -> None:
-        super().__init__(errno.EIO, text)
-
 
 class _Batch:
     """Small contents that are requested from one node in one message."""
@@ -188,7 +185,7 @@ class Fetcher:
                 start = (offset + done) - stripe * step
                 length = min(size - done, step - start)
                 into = FileRange(buffer, done, length)
-                read = partial(self._read_range, Extent(content, stripe), start, into)
+                read = partial(self._read_from, Extent(content, stripe), start, into, False)
                 await self._from_any(inode, stripe, (), read, content)
                 done += length
             return os.pread(buffer, size, 0)
@@ -259,7 +256,12 @@ class Fetcher:
             now, nobody_has_it = time.monotonic(), sources and absent == len(sources)
             deadline = deadline or now + self._cluster.timeout_s
             if wrong and (nobody_has_it or now > deadline or set(wanted).issubset(wrong)):
-                raise self._all_wrong(inode.ino, wrong)
+                raise Wrong(
+                    errno.EIO,
+                    f"{self._cluster.tree.describe(inode.ino)} cannot be read: no replica has the bytes "
+                    "that were published, store nodes "
+                    f"{', '.join(f'{node:x}' for node in sorted(wrong))} have others; publish it again",
+                )
             if nobody_has_it:
                 raise Gone
             if now > deadline:
@@ -271,13 +273,6 @@ class Fetcher:
                 )
             with trio.move_on_after(_LOOK_AGAIN_S):
                 await self._cluster.members.changed()
-
-    def _all_wrong(self, ino: int, nodes: Collection[int]) -> Wrong:
-        where = self._cluster.tree.describe(ino)
-        return Wrong(
-            f"{where} cannot be read: no replica has the bytes that were published, "
-            f"store nodes {', '.join(f'{node:x}' for node in sorted(nodes))} have others; publish it again"
-        )
 
     def _report_wrong(
         self, inode: Inode, copies: Sequence[tuple[int, int]], where: str = ""
@@ -308,7 +303,7 @@ class Fetcher:
 
         async def read_one(stripe: int) -> None:
             there = into.part(*inode.layout.span(inode.size, stripe))
-            whole = partial(self._read_stripe, Extent(inode.extent, stripe), there, has_holes)
+            whole = partial(self._read_from, Extent(inode.extent, stripe), 0, there, has_holes)
             await self._from_any(inode, stripe, (), whole)
 
         parts, read = stripes, read_one
@@ -339,7 +334,7 @@ class Fetcher:
                 there = into.part(*inode.layout.span(inode.size, stripe))
                 hashed = Stripe(there.fd, there.offset, there.length)
                 extent = Extent(inode.extent, stripe)
-                read = partial(self._read_stripe, extent, there, has_holes, landed=hashed.landed)
+                read = partial(self._read_from, extent, 0, there, has_holes, landed=hashed.landed)
                 copies.append((await self._from_any(inode, stripe, wrong[stripe], read), stripe))
                 found.append(await hashed.finish())
                 size += there.length
@@ -352,23 +347,20 @@ class Fetcher:
             for node, stripe in copies:
                 wrong[stripe].add(node)
 
-    def _read_stripe(
+    def _read_from(
         self,
         extent: Extent,
+        start: int,
         into: FileRange,
         has_holes: bool,
         node: int,
         landed: Landed = nothing_landed,
     ) -> Awaitable[None]:
+        """Read a range of an extent, or all of one that `has_holes`."""
         device = self._cluster.peers.device(node)
         if has_holes:
             return device.read_sparse(extent, into, landed)
-        return device.read(extent, 0, into, landed)
-
-    def _read_range(
-        self, extent: Extent, start: int, into: FileRange, node: int
-    ) -> Awaitable[None]:
-        return self._cluster.peers.device(node).read(extent, start, into)
+        return device.read(extent, start, into, landed)
 
     # -- small -----------------------------------------------------------------------------------
 

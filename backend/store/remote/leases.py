@@ -262,12 +262,9 @@ class Leases:
         return True
 
     async def _follow_quietly(self, directory: int) -> None:
-        try:
+        with log_failure(log.info, "directory %d is not followed", directory):
             await self.follow(directory)
-        except OSError as error:
-            log.info("directory %d is not followed: %s", directory, error)
-        finally:
-            self._asking.discard(directory)
+        self._asking.discard(directory)
 
     # -- keeping the promise ---------------------------------------------------------------------
 

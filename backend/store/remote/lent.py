@@ -16,9 +16,10 @@ import os
 import stat
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
-from typing import NamedTuple
+from dataclasses import dataclass, field
 
 import trio
+from trio.lowlevel import ParkingLot
 
 from ...transport import Memory
 
@@ -35,24 +36,15 @@ class Declined(OSError):
         super().__init__(errno.EOPNOTSUPP, why)
 
 
-class Lent(NamedTuple):
+@dataclass(eq=False)
+class Lent:
     """Lent memory; `size` is in bytes."""
 
     fd: int
     size: int
     memory: Memory
-
-
-class _Loan:
-    def __init__(self, lent: Lent, lifeline: int) -> None:
-        self.lent = lent
-        self.lifeline = lifeline
-        self.users = 0
-        self.ending = trio.lowlevel.ParkingLot()
-
-    def close(self) -> None:
-        os.close(self.lent.fd)
-        os.close(self.lifeline)
+    users: int = 0
+    ending: ParkingLot = field(default_factory=ParkingLot)
 
 
 class Lender:
@@ -62,7 +54,7 @@ class Lender:
     def __init__(self, nursery: trio.Nursery, forget: Callable[[int], None]) -> None:
         self._nursery = nursery
         self._forget = forget
-        self._loans: dict[tuple[int, int], _Loan] = {}
+        self._loans: dict[tuple[int, int], Lent] = {}
 
     def __len__(self) -> int:
         return len(self._loans)
@@ -72,46 +64,46 @@ class Lender:
         """Use lent memory; both descriptors belong to the lender from now on. Raises OSError EINVAL for
         descriptors of other kinds, Declined if too much is lent."""
         try:
-            loan = self._find(fd, lifeline)
+            lent = self._find(fd, lifeline)
         except BaseException:
             os.close(fd)
             os.close(lifeline)
             raise
-        loan.users += 1
+        lent.users += 1
         try:
-            yield loan.lent
+            yield lent
         finally:
-            loan.users -= 1
-            loan.ending.unpark_all()
+            lent.users -= 1
+            lent.ending.unpark_all()
 
-    def _find(self, fd: int, lifeline: int) -> _Loan:
+    def _find(self, fd: int, lifeline: int) -> Lent:
         status = os.fstat(fd)
         # Checked each time: this descriptor may belong to a program that may only read another's memory.
         kind = _kind_of(fd, status)
         key = status.st_dev, status.st_ino
-        loan = self._loans.get(key)
-        if loan is not None:
+        lent = self._loans.get(key)
+        if lent is not None:
             os.close(fd)
             os.close(lifeline)
-            return loan
+            return lent
         if len(self._loans) >= LENT_MAX:
             raise Declined(f"{LENT_MAX} buffers are lent already")
         if not stat.S_ISFIFO(os.fstat(lifeline).st_mode):
             raise OSError(errno.EINVAL, "the lifeline is no pipe")
-        loan = _Loan(Lent(fd, status.st_size, kind), lifeline)
-        self._loans[key] = loan
-        self._nursery.start_soon(self._keep, key, loan)
-        return loan
+        lent = self._loans[key] = Lent(fd, status.st_size, kind)
+        self._nursery.start_soon(self._keep, key, lent, lifeline)
+        return lent
 
-    async def _keep(self, key: tuple[int, int], loan: _Loan) -> None:
+    async def _keep(self, key: tuple[int, int], lent: Lent, lifeline: int) -> None:
         try:
-            await trio.lowlevel.wait_readable(loan.lifeline)
-            while loan.users:  # a new user may come before the end of the last one is known here
-                await loan.ending.park()
-            self._forget(loan.lent.fd)
+            await trio.lowlevel.wait_readable(lifeline)
+            while lent.users:  # a new user may come before the end of the last one is known here
+                await lent.ending.park()
+            self._forget(lent.fd)
         finally:
             del self._loans[key]
-            loan.close()
+            os.close(lent.fd)
+            os.close(lifeline)
 
 
 def _kind_of(fd: int, status: os.stat_result) -> Memory:

@@ -9,6 +9,7 @@ import importlib
 import os
 import socket
 import threading
+from collections.abc import Callable
 from typing import Any
 
 _REMEDY = (
@@ -22,6 +23,11 @@ STATUS_NAMES = (
     "RETRY_EXC_ERR", "RNR_RETRY_EXC_ERR", "LOC_RDD_VIOL_ERR", "REM_INV_RD_REQ_ERR", "REM_ABORT_ERR",
     "INV_EECN_ERR", "INV_EEC_STATE_ERR", "FATAL_ERR", "RESP_TIMEOUT_ERR", "GENERAL_ERR",
 )  # fmt: skip
+_MEANINGS = {
+    "RETRY_EXC_ERR": "the peer does not answer",
+    "REM_ACCESS_ERR": "the peer does not allow it any more",
+    "WR_FLUSH_ERR": "the connection was ended",
+}
 
 
 class VerbsMissing(OSError):
@@ -61,24 +67,20 @@ class Library:
 
     def open(self, device: str) -> tuple[Any, int]:
         """Return a Context and the non-blocking descriptor of its asynchronous events. Raises OSError."""
-        with self._channels, self.errors:
-            before = _event_descriptors()
-            context = self.Context(name=device)
-            (fd,) = _event_descriptors() - before
-        os.set_blocking(fd, False)
-        return context, fd
+        return self._with_descriptor(functools.partial(self.Context, name=device))
 
     def completion_channel(self, context: Any) -> tuple[Any, int]:
         """Return a CompChannel and its non-blocking descriptor. Raises OSError."""
+        return self._with_descriptor(functools.partial(self.CompChannel, context))
+
+    def _with_descriptor(self, make: Callable[[], Any]) -> tuple[Any, int]:
+        # Only this class makes such descriptors, and only while it holds this lock.
         with self._channels, self.errors:
             before = _event_descriptors()
-            channel = self.CompChannel(context)
-            fd: int | None = getattr(channel, "fd", None)
-            if fd is None:
-                # Only this class makes such descriptors, and only while it holds this lock.
-                (fd,) = _event_descriptors() - before
+            made = make()
+            (fd,) = _event_descriptors() - before
         os.set_blocking(fd, False)
-        return channel, fd
+        return made, fd
 
     def close(self, made: Any) -> None:
         """Close an object. Those of a device that is gone went with it. Raises OSError."""
@@ -101,9 +103,10 @@ def immediate(number: int) -> int:
     return socket.htonl(number)
 
 
-def status_name(status: int) -> str:
-    """Return the name of the status of a work completion."""
-    return STATUS_NAMES[status] if status < len(STATUS_NAMES) else f"status {status}"
+def reason_of(status: int) -> str:
+    """Return what the status of a work completion means."""
+    name = STATUS_NAMES[status] if status < len(STATUS_NAMES) else f"status {status}"
+    return f"{name}: {_MEANINGS[name]}" if name in _MEANINGS else name
 
 
 class _Errors:

@@ -131,29 +131,23 @@ class Path:
     async def _using(self, file: FileRange) -> AsyncIterator[list[Region]]:
         """Give the regions that cover the range: one, or several for lent memory; none means that the bytes
         must go through `staging`. Raises NotThisWay if the range cannot be registered, as by TCP."""
-        regions = await self._acquire(file)
-        if not regions:
-            await self.adapter.staging.make()
-        try:
-            yield regions
-        finally:
-            for region in regions:
-                self.adapter.regions.release(region)
-
-    async def _acquire(self, file: FileRange) -> list[Region]:
-        """Return the regions as `_using` does. Raises NotThisWay."""
-        regions = self.adapter.regions
+        regions, acquired = self.adapter.regions, list[Region]()
         try:
             if file.memory is not Memory.FILE:
-                return await regions.acquire_lent(*file)
-            return (
-                [] if self.stages else [await regions.acquire(file.fd, file.offset + file.length)]
-            )
+                acquired = await regions.acquire_lent(*file)
+            elif not self.stages:
+                acquired = [await regions.acquire(file.fd, file.offset + file.length)]
         except OSError as error:
-            if file.memory is Memory.LENT:
-                return []
-            why = f"{file.length} bytes cannot be registered: {error.strerror}"
-            raise NotThisWay(why) from None
+            if file.memory is not Memory.LENT:
+                why = f"{file.length} bytes cannot be registered: {error.strerror}"
+                raise NotThisWay(why) from None
+        if not acquired:
+            await self.adapter.staging.make()
+        try:
+            yield acquired
+        finally:
+            for region in acquired:
+                regions.release(region)
 
     async def close(self, why: str) -> None:
         """Fail the queue pair and tell the node, so that it drops half-written extents at once."""

@@ -24,7 +24,7 @@ from ..device import NotThisWay
 from ..prompt import acquire
 from .completions import Completions
 from .devices import Gid
-from .library import immediate, status_name
+from .library import immediate, reason_of
 from .messages import QueueEnd
 from .regions import OpenedPort, Region
 
@@ -358,7 +358,7 @@ class QueuePair:
 
     def _take_sent(self, completion: Any) -> None:
         if completion.status:
-            self.fail(_reason(completion.status))
+            self.fail(reason_of(completion.status))
         batch = self._batches.pop(completion.wr_id, None)
         if batch is not None:
             batch.succeeded = not completion.status
@@ -367,17 +367,14 @@ class QueuePair:
 
     def _take_arrival(self, completion: Any) -> None:
         if completion.status:
-            self.fail(_reason(completion.status))
+            self.fail(reason_of(completion.status))
         elif self._arrived is not None and not self.is_closed:
-            self._receive_next()
+            try:
+                with self._library.errors:
+                    self._pair.post_recv(self._receive)
+            except OSError as error:
+                self.fail(f"posting failed: {error.strerror}")
             self._arrived(immediate(completion.imm_data))
-
-    def _receive_next(self) -> None:
-        try:
-            with self._library.errors:
-                self._pair.post_recv(self._receive)
-        except OSError as error:
-            self.fail(f"posting failed: {error.strerror}")
 
     # -- the end ---------------------------------------------------------------------------------
 
@@ -423,13 +420,3 @@ def timeout_exponent(patience_s: float) -> int:
     """Return the exponent n for `timeout`: the hardware waits 4.096 us * 2^n for each try."""
     each_s = patience_s * _PATIENCE_SHARE / (_RETRIES + 1)
     return max(8, min(20, round(math.log2(each_s / _TIMEOUT_UNIT_S))))
-
-
-def _reason(status: int) -> str:
-    name = status_name(status)
-    what = {
-        "RETRY_EXC_ERR": "the peer does not answer",
-        "REM_ACCESS_ERR": "the peer does not allow it any more",
-        "WR_FLUSH_ERR": "the connection was ended",
-    }.get(name)
-    return f"{name}: {what}" if what else name

@@ -6,7 +6,6 @@ connection goes through reach each other on any networks: routing has shown it. 
 same number, so a queue pair is probed before it is used.
 """
 
-import ipaddress
 from typing import NamedTuple
 
 from . import networks
@@ -65,12 +64,6 @@ def pair(here: list[OwnRail], there: list[Rail]) -> list[tuple[OwnRail, Rail]]:
                 taken.append((mine, other))
                 used.update(ends)
     return taken
-
-
-def name_of(mine: Rail, other: Rail) -> str:
-    """Return the name of a pair of rails for logs and status."""
-    address = ipaddress.IPv6Address(other.gid)
-    return f"{mine.name} - {other.name} ({address.ipv4_mapped or address})"
 
 
 def _order(each: tuple[OwnRail, Rail]) -> tuple[object, ...]:

@@ -33,9 +33,6 @@ _SETBACK_S = 0.1
 class RdmaUnavailable(OSError):
     """RDMA is required and not available; the text is one line with the reason."""
 
-    def __init__(self, why: str) -> None:
-        super().__init__(errno.ENODEV, f"RDMA is required, but {why}")
-
 
 class Choice(NamedTuple):
     """The user's settings. `device` may be several names, with commas between. Transfers of fewer than
@@ -160,7 +157,7 @@ class Rdma:
 
     def _do_without(self) -> None:
         if self.choice.mode == "require":
-            raise RdmaUnavailable(self.why_not)
+            raise RdmaUnavailable(errno.ENODEV, f"RDMA is required, but {self.why_not}")
         log.info("parameters move over TCP: %s", self.why_not)
 
     def __exit__(self, *_: object) -> None:

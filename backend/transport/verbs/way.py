@@ -9,6 +9,7 @@ again on another one, and raises NotThisWay if none is left.
 
 import logging
 from collections.abc import Awaitable, Callable
+from ipaddress import IPv6Address
 
 import trio
 
@@ -19,7 +20,7 @@ from ..device import NotThisWay, Sending, Transfer, Way
 from ..link import Link
 from .messages import NO_QUEUE_PAIR, NOT_BY_VERBS, QUEUE_PAIRS_MAX, Rail, Rails, RailsFound
 from .path import Path, open_path
-from .rails import OwnRail, name_of
+from .rails import OwnRail
 from .rails import pair as paired
 from .rdma import Rdma
 
@@ -46,7 +47,8 @@ class Lane:
         self.index = index
         self.mine = mine
         self.other = other
-        self.name = name_of(mine.rail, other)
+        address = IPv6Address(other.gid)
+        self.name = f"{mine.rail.name} - {other.name} ({address.ipv4_mapped or address})"
         self.mbit_s = max(1, min(mine.rail.mbit_s, other.mbit_s))
         self.path: Path | None = None
         self.bytes_under_way = 0
