@@ -163,21 +163,17 @@ def _read_one(service: Service[Any], extent: Extent, limit: int) -> bytes | None
         os.close(fd)
 
 
-def _always(request: messages.Request) -> bool:
-    return True
-
-
 # A mount writes contents of its own session only. A node hands on contents of any session, by messages of
 # the movers.
 OPERATIONS: dict[type[messages.Request], Operation] = {
-    messages.Ping: Operation((ANY, ANY, ANY, ANY), messages.Done, _ping, _always),
+    messages.Ping: Operation((ANY, ANY, ANY, ANY), messages.Done, _ping, lambda request: True),
     messages.Status: Operation((ANY, NONE, NONE, ANY), messages.Report, _status),
     messages.Scrub: Operation((NONE, NONE, NONE, ANY), messages.Done, _scrub),
     # Reading.
     messages.Get: Operation((ANY, ANY, ANY, NONE), messages.Contents, _get, _are_few),
     messages.Map: Operation((ANY, ANY, ANY, NONE), messages.Mapped, _map),
     # The node checks its own bytes, and believes nobody.
-    messages.Doubt: Operation((ANY, ANY, ANY, NONE), messages.Done, _doubt, _always),
+    messages.Doubt: Operation((ANY, ANY, ANY, NONE), messages.Done, _doubt, lambda request: True),
     # Only nodes: the node reads much for a short answer.
     messages.Digest: Operation((ANY, NONE, NONE, NONE), messages.Digested, _digest),
     # Writing.

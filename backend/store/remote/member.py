@@ -143,7 +143,9 @@ class Member:
         self.buckets = settings.buckets
         self.role = config.cluster.mount_role
         self.credentials = config.cluster.credentials(self.role)
-        self.writable = self._writable()
+        subvolume = self.credentials.identity.subvolume if self.credentials is not None else 0
+        writable = numbers_of(subvolume) if subvolume else ALL_INOS
+        self.writable = range(0) if self.role == "reader" else writable
         engine.try_within(settings.lease_ttl_s)
         self.session = Session(engine, record, settings.lease_ttl_s)
         self.faults = Faults()
@@ -162,12 +164,6 @@ class Member:
             is_mounted=self.members.is_mounted,
         )  # fmt: skip
         self.changes.clones = self.tree.clones
-
-    def _writable(self) -> range:
-        if self.role == "reader":
-            return range(0)
-        subvolume = self.credentials.identity.subvolume if self.credentials is not None else 0
-        return numbers_of(subvolume) if subvolume else ALL_INOS
 
     async def store_answered(self, below: int = ROOT_INO) -> None:
         """Store what was answered before this call and is not stored yet: files that were closed below a

@@ -74,8 +74,11 @@ class Transfer:
         # An adopted file is the very file that the program may still have mapped.
         self._wants_digests = cluster.verify and not (version.mapped and self._is_adoptable)
         self._mapped = version.mapped
-        may_share = version.base is not None and before is not None and _may_share(version, before)
-        self._base = before if may_share else None
+        # The version before, if this one is a changed copy of it, whose stripes it may share.
+        self._base = None
+        if before is not None and version.base == before.version and before.digests:
+            is_divided = before.layout.stripes(before.size) > 1
+            self._base = before if is_divided and before.layout == version.layout else None
         # The stripes that the nodes have as stripes of the base.
         self._shared: set[int] = set()
         self._stamp: tuple[int, int] | None = None
@@ -355,16 +358,6 @@ class Transfer:
             with log_failure(log.debug, "content %x", self._content):
                 await cluster.peers.suspect(other, place.group, node)
         return False
-
-
-def _may_share(version: NewVersion, before: Inode) -> bool:
-    """Return whether a version is a changed copy of the one before, whose stripes it may share."""
-    return (
-        before.version == version.base
-        and bool(before.digests)
-        and before.layout == version.layout
-        and before.layout.stripes(before.size) > 1
-    )
 
 
 async def put_together(cluster: Cluster, transfers: Iterable[Transfer]) -> None:

@@ -27,11 +27,9 @@ TICKET_NUMBER_BYTES = 16
 CODE_BYTES = 16
 _TICKET_KEY_BYTES = 32
 _COUNT_BYTES = 12  # The length of a nonce of GCM.
-# The purposes of derived keys: BLAKE2b's personalization.
-_TO_NODE = b"irdmafs to node"
-_FROM_NODE = b"irdmafs to call"
-_BYTES_TO_NODE = b"irdmafs in node"
-_BYTES_FROM_NODE = b"irdmafs in call"
+# The purposes of derived keys, BLAKE2b's personalization: codes of messages or of bytes, and the receiver.
+_MESSAGES, _BYTES = b"irdmafs to ", b"irdmafs in "
+_NODE, _CALLER = b"node", b"call"
 
 
 class Forged(BadMessage):
@@ -73,12 +71,11 @@ class Authentication:
     """One end of a data connection, the node's if it `listens`. `key` is the ticket's. For one thread."""
 
     def __init__(self, key: bytes, *, listens: bool) -> None:
-        to_node, from_node = _keyed(key, _TO_NODE), _keyed(key, _FROM_NODE)
-        self._outgoing, self._incoming = (from_node, to_node) if listens else (to_node, from_node)
-        bytes_out = _BYTES_FROM_NODE if listens else _BYTES_TO_NODE
-        bytes_in = _BYTES_TO_NODE if listens else _BYTES_FROM_NODE
-        self._bytes_out = _keyed(key, bytes_out).digest()
-        self._bytes_in = _keyed(key, bytes_in).digest()
+        here, there = (_NODE, _CALLER) if listens else (_CALLER, _NODE)
+        self._outgoing = _keyed(key, _MESSAGES + there)
+        self._incoming = _keyed(key, _MESSAGES + here)
+        self._bytes_out = _keyed(key, _BYTES + there).digest()
+        self._bytes_in = _keyed(key, _BYTES + here).digest()
         self._sent = self._received = 0
 
     def sign(self, message: bytes) -> bytes:

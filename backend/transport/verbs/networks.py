@@ -3,6 +3,7 @@
 import ipaddress
 import socket
 import struct
+from collections.abc import Iterator
 from typing import NamedTuple
 
 _RTM_GETADDR, _RTM_NEWADDR, _NLMSG_DONE, _NLMSG_ERROR = 22, 20, 3, 2
@@ -34,36 +35,26 @@ def own_addresses() -> Addresses:
     found: Addresses = {}
     with socket.socket(socket.AF_NETLINK, socket.SOCK_RAW, socket.NETLINK_ROUTE) as sock:
         sock.send(question)
-        while _take(sock.recv(_ANSWER_BYTES), found):
-            pass
+        while answer := sock.recv(_ANSWER_BYTES):
+            for kind, content in _records(answer, _MESSAGE):
+                if kind in (_NLMSG_DONE, _NLMSG_ERROR):
+                    return found
+                if kind == _RTM_NEWADDR:
+                    _, bits, _, _, interface = _ADDRESS.unpack_from(content)
+                    values = dict(_records(content[_ADDRESS.size :], _ATTRIBUTE))
+                    # On a point-to-point link IFA_ADDRESS is the peer's address.
+                    value = values.get(_IFA_LOCAL) or values.get(_IFA_ADDRESS)
+                    if value is not None:
+                        found[ipaddress.ip_address(value)] = Own(bits, interface)
     return found
 
 
-def _take(answer: bytes, found: Addresses) -> bool:
-    """Add the addresses in `answer` to `found`. Return whether more answers will come."""
+def _records(data: bytes, header: struct.Struct) -> Iterator[tuple[int, bytes]]:
+    """Yield the kind and the content of each record, whose header begins with its length and its kind."""
     at = 0
-    while at + _MESSAGE.size <= len(answer):
-        length, kind, *_ = _MESSAGE.unpack_from(answer, at)
-        if kind in (_NLMSG_DONE, _NLMSG_ERROR) or length < _MESSAGE.size:
-            return False
-        if kind == _RTM_NEWADDR:
-            _, bits, _, _, interface = _ADDRESS.unpack_from(answer, at + _MESSAGE.size)
-            values = _attributes(answer[at + _MESSAGE.size + _ADDRESS.size : at + length])
-            # On a point-to-point link IFA_ADDRESS is the peer's address.
-            value = values.get(_IFA_LOCAL) or values.get(_IFA_ADDRESS)
-            if value is not None:
-                found[ipaddress.ip_address(value)] = Own(bits, interface)
-        at += length + -length % 4
-    return bool(answer)
-
-
-def _attributes(data: bytes) -> dict[int, bytes]:
-    found = {}
-    at = 0
-    while at + _ATTRIBUTE.size <= len(data):
-        length, kind = _ATTRIBUTE.unpack_from(data, at)
-        if length < _ATTRIBUTE.size:
+    while at + header.size <= len(data):
+        length, kind, *_ = header.unpack_from(data, at)
+        if length < header.size:
             break
-        found[kind] = data[at + _ATTRIBUTE.size : at + length]
+        yield kind, data[at + header.size : at + length]
         at += length + -length % 4
-    return found

@@ -74,8 +74,11 @@ class Batch:
 class Window:
     """A peer's right to a range of a file, by `QueuePair.grant`, until `close` or its queue pair's end."""
 
-    def __init__(self, pair: "QueuePair", handle: Any, address: int, key: int) -> None:
+    def __init__(
+        self, pair: "QueuePair", region: Region, handle: Any, address: int, key: int
+    ) -> None:
         self.pair = pair
+        self.region = region
         self._handle = handle
         self.address = address
         self.key = key
@@ -243,10 +246,10 @@ class QueuePair:
             rights |= library.enum("ACCESS_LOCAL_WRITE") if writable else 0
             with library.errors:
                 registration = library.MR(self.pd, length, rights, address=address)
-            return Window(self, registration, address, registration.rkey)
+            return Window(self, region, registration, address, registration.rkey)
         with library.errors:
             handle = library.MW(port.pd, library.enum("MW_TYPE_2"))
-        window = Window(self, handle, address, 0)
+        window = Window(self, region, handle, address, 0)
         with if_it_fails(window.close):
             info = library.MWBindInfo(region.registration, address, length, rights)
             window.key = await self._bound(handle, info)

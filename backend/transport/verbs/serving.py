@@ -22,7 +22,6 @@ from ..service import Held, Incoming, begin
 from . import messages
 from .queue import Broken, QueuePair, Window
 from .rdma import Rdma
-from .regions import Region
 
 log = logging.getLogger(__name__)
 
@@ -33,27 +32,25 @@ SESSION_OVER = "the peer's session is over"
 
 class _Operation:
     """A read of the file `held`, or a write into it, by a queue pair: the peer's right to a range of it is
-    a window on a registered region (None: it has no right, as the node has the extent already)."""
+    a window (None: it has no right, as the node has the extent already)."""
 
-    def __init__(self, pair: QueuePair, held: Held, right: tuple[Region, Window] | None) -> None:
+    def __init__(self, pair: QueuePair, held: Held, window: Window | None) -> None:
         self.pair = pair
         self.held = held
-        self._right = right
+        self._window = window
         self.until = trio.current_time() + GIVEN_S
 
     def exposed(self, handle: int) -> messages.Exposed:
-        if self._right is None:
+        if self._window is None:
             return messages.Exposed(handle, 0, 0, wanted=False)
-        window = self._right[1]
-        return messages.Exposed(handle, window.address, window.key)
+        return messages.Exposed(handle, self._window.address, self._window.key)
 
     def take_back(self) -> None:
         """End the right: the peer cannot touch the memory any more."""
-        if self._right is not None:
-            region, window = self._right
-            self._right = None
+        window, self._window = self._window, None
+        if window is not None:
             window.close()
-            self.pair.port.regions.release(region, keep=self.held.is_own)
+            self.pair.port.regions.release(window.region, keep=self.held.is_own)
 
 
 class Arrival(_Operation):
@@ -61,18 +58,12 @@ class Arrival(_Operation):
     already: then `held` is only handed on."""
 
     def __init__(
-        self,
-        pair: QueuePair,
-        held: Held,
-        right: tuple[Region, Window] | None,
-        asked: messages.Reserve,
-        incoming: Incoming | None,
+        self, pair: QueuePair, held: Held, window: Window | None, asked: messages.Reserve
     ) -> None:
-        super().__init__(pair, held, right)
+        super().__init__(pair, held, window)
         self.asked = asked
-        done = 0 if incoming is not None else asked.length
-        self.growth = Growth(asked.length, done, held.lend)
-        self.incoming = incoming
+        self.incoming = held if window is not None else None
+        self.growth = Growth(asked.length, asked.length if window is None else 0, held.lend)
         self.onward = trio.CancelScope()
         self.handed_on = trio.Event()
         self.onward_error: OSError | None = None
@@ -197,21 +188,21 @@ class Responder(Connection):
             size = self._host.service.size(asked.extent) or 0
             if asked.start + asked.length > size:
                 raise OSError(errno.EINVAL, "the extent is shorter than what is asked for")
-            right = await self._give(pair, held, size, asked.start, asked.length, False)
+            window = await self._give(pair, held, size, asked.start, asked.length, False)
         self._host.counters.requests["read"] += 1
         self._host.counters.sent_bytes += asked.length
-        return self._begun(_Operation(pair, held, right))
+        return self._begun(_Operation(pair, held, window))
 
     async def _reserve(self, asked: messages.Reserve) -> messages.Exposed:
         """Grant the right to write wanted bytes. Raises as `begin`, and NOT_BY_VERBS, NO_QUEUE_PAIR."""
         pair, length = self._pair(asked.pair), asked.length
         incoming = await self._begin(pair, asked)
         if incoming is None:
-            arrival = Arrival(pair, self._host.service.hold(asked.extent), None, asked, None)
+            arrival = Arrival(pair, self._host.service.hold(asked.extent), None, asked)
         else:
             with if_it_fails(incoming.close):
-                right = await self._give(pair, incoming, length, 0, length, True)
-            arrival = Arrival(pair, incoming, right, asked, incoming)
+                window = await self._give(pair, incoming, length, 0, length, True)
+            arrival = Arrival(pair, incoming, window, asked)
         self._host.counters.requests["write"] += 1
         if asked.target.chain:
             self._nursery.start_soon(self._hand_on, arrival)
@@ -295,7 +286,7 @@ class Responder(Connection):
 
     async def _give(
         self, pair: QueuePair, held: Held, size: int, start: int, length: int, writes: bool
-    ) -> tuple[Region, Window]:
+    ) -> Window:
         """Grant a right. Registers the whole file, which later ranges of it can use. Raises OSError."""
         regions = pair.port.regions
         try:
@@ -316,7 +307,7 @@ class Responder(Connection):
                 raise OSError(messages.NO_QUEUE_PAIR, str(error)) from None
             except OSError as error:
                 raise OSError(messages.NOT_BY_VERBS, str(error)) from None
-        return region, window
+        return window
 
     def _pair(self, number: int) -> QueuePair:
         """Return queue pair `number`. Raises OSError if it is gone, or has too many operations."""
