@@ -111,7 +111,6 @@ class Receiving:
         self._scope = trio.CancelScope()
         self._incoming: Incoming | None = None
         self._fd = -1
-        self._is_here_already = False
         self._service = service
         self.received_bytes = 0
         self._progress_at = time.monotonic()
@@ -167,7 +166,6 @@ class Receiving:
         incoming = await begin(self._service, extent, target, header.total, header.comes)
         if incoming is None:
             self._fd = self._service.open(extent)
-            self._is_here_already = True
             return
         self._incoming = incoming
         self._fd = incoming.fd
@@ -223,7 +221,7 @@ class Receiving:
         length = header.length
         try:
             self._begun.wait(BUSY_LIMIT_S, channel.say_working)
-            if self._is_here_already:
+            if self._incoming is None:  # the extent is here already
                 if onward is not None:
                     onward.offer(self._fd, length)
             else:

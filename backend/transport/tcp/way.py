@@ -180,8 +180,7 @@ class TcpWay(Way):
     def close(self) -> None:
         """End what is done on all connections, and keep none until the node is reached again."""
         self._drop()
-        for channel in self._lent:
-            channel.shutdown()
+        _shut_down(self._lent)
         for scope in self._opening:
             scope.cancel()
         self._control = None
@@ -239,7 +238,7 @@ class TcpWay(Way):
         return channel
 
 
-def _shut_down(channels: Sequence[Channel]) -> None:
+def _shut_down(channels: Iterable[Channel]) -> None:
     for channel in channels:
         channel.shutdown()
 

@@ -15,7 +15,7 @@ import trio
 from ...unwrap import if_it_fails
 from .. import Extent, FileRange, Landed, Memory
 from ..caller import ControlClient, Expected
-from ..device import Growth, NotThisWay, Sending
+from ..device import NotThisWay, Sending
 from ..messages import Done
 from . import messages
 from .devices import Gid
@@ -79,15 +79,15 @@ class Path:
             else:
                 piece = piece_bytes(length, growth is not None or bool(target.chain))
             with Expected(self.control, target.group) as sealed:
-                each = bool(target.chain)
-                told = piece if each else length
+                told = piece if target.chain else length
                 asked = messages.Reserve(extent, target, length, told, sealed.number, self.number)
                 exposed = await self.control.ask(asked, messages.Exposed)
                 try:
                     if exposed.wanted and region is not None:
-                        await self._write_from(region, source, piece, exposed, growth, each)
+                        await self._write_from(region, sending, piece, exposed)
                     elif exposed.wanted:
                         staging = self.adapter.staging
+                        each = bool(target.chain)
                         await staging.write(self.pair, exposed, source, each, passed)
                     await sealed.answer(Done)
                 except BaseException:
@@ -95,15 +95,10 @@ class Path:
                     raise
 
     async def _write_from(
-        self,
-        region: Region,
-        source: FileRange,
-        piece: int,
-        exposed: messages.Exposed,
-        growth: Growth | None,
-        each: bool,
+        self, region: Region, sending: Sending, piece: int, exposed: messages.Exposed
     ) -> None:
-        """Write from a region. The node is told of each piece, or of the last one only if not `each`."""
+        """Write from a region. The node is told of each piece if it hands them on, or of the last one."""
+        source, growth, each = sending.source, sending.growth, bool(sending.target.chain)
         address, length = region.address(source.offset), source.length
         done = 0
         while done < length:
@@ -174,7 +169,8 @@ async def open_path(
     caller.nursery.start_soon(pair.run)
     path = Path(control, adapter, pair, number, stages)
     try:
-        await pair.probe()
+        # A WRITE of no bytes needs no rkey.
+        await pair.write([Piece(0, 0, 0, 0, 0)])
     except BaseException:
         await path.close("the peer does not answer")
         raise

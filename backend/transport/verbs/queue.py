@@ -117,13 +117,9 @@ class QueuePair:
         # The rights granted to the peer. A bound window must be closed before its queue pair.
         self.windows: set[Window] = set()
         library = self._library
+        # One entry for each work request: even an unsignalled one completes if it fails.
         self._sent = Completions(
-            # One entry for each work request: even an unsignalled one completes if it fails.
-            library,
-            port.context,
-            SENDS + 1,
-            self._take_sent,
-            lambda: bool(self._batches),
+            library, port.context, SENDS + 1, self._take_sent, lambda: bool(self._batches)
         )
         self._arrivals = self._sent
         self.pd = port.pd
@@ -212,10 +208,6 @@ class QueuePair:
     async def write(self, pieces: Sequence[Piece]) -> None:
         """WRITE from this end's memory into the peer's. Raises Broken."""
         await self._transfer(self._write, pieces)
-
-    async def probe(self) -> None:
-        """Check that the peer answers, by a WRITE of no bytes, which needs no rkey. Raises Broken."""
-        await self.write([Piece(0, 0, 0, 0, 0)])
 
     async def begin_write(self, piece: Piece) -> Batch:
         """Post the `write` of a piece and return; the caller must also await `finish`. Pieces arrive in the
