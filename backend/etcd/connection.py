@@ -163,9 +163,11 @@ class Connection:
                 sent = self._sock.send(data)
         except BlockingIOError:
             pass
-        except OSError as error:
+        except ssl.SSLError as error:
             self.close(_reason(error))
             return
+        except OSError:
+            return  # `run` reads what the peer said before it closed the connection
         if sent < len(data):
             self._out += data[sent:]
             self._has_unsent.set()

@@ -9,6 +9,7 @@ import errno
 import math
 import os
 import random
+import select
 import socket
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from contextlib import asynccontextmanager
@@ -612,6 +613,40 @@ class TestRefusal:
                 assert error.errno == errno.EACCES
             error = await self.refusal(EtcdEngine(server.endpoints, b"/", timeout_s=1))
             assert "does it want TLS" in str(error)
+
+    async def test_of_a_certificate_is_read_when_the_connection_is_closed_already(
+        self, tmp_path: Any, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        class Late(socket.socket):
+            """Sends after the handshake when the peer has answered, and closed the connection."""
+
+            sends = 0
+
+            def send(self, *args: Any) -> int:
+                self.sends += 1
+                if self.sends > 2:
+                    select.select([self], [], [], 10)
+                    raise ConnectionResetError(errno.ECONNRESET, os.strerror(errno.ECONNRESET))
+                return super().send(*args)
+
+        connect = client.connect
+
+        async def connect_late(endpoint: connection.Endpoint) -> socket.socket:
+            made = await connect(endpoint)
+            late = Late(fileno=made.detach())
+            late.setblocking(False)
+            return late
+
+        directory = str(tmp_path)
+        make_ca(directory, "ours")
+        for role in ("admin", "etcd"):
+            issue(directory, role, role, ["127.0.0.1"] if role == "etcd" else [])
+        list_revoked(directory, ())
+        monkeypatch.setattr(client, "connect", connect_late)
+        with EtcdServer(credentials=tmp_path) as server:
+            direct = client.DirectClient(server.endpoints, ca=f"{directory}/ca.pem")
+            error = await self.refusal(EtcdEngine((), b"/", client=direct))
+        assert "TLS failed" in str(error) and error.errno == errno.EACCES
 
     def test_of_certificate_files_that_are_none(self, tmp_path: Any) -> None:
         empty = tmp_path / "empty.pem"
