@@ -232,10 +232,7 @@ class LockTable:
             self._tidy(ino, inode)
             if waiter.woken:
                 # The next in line may have been passed over for it.
-                trio.lowlevel.current_trio_token().run_sync_soon(self._wake, ino)
-
-    def _wake(self, ino: int) -> None:
-        self.inodes.get(ino, _UNLOCKED).wake()
+                trio.lowlevel.current_trio_token().run_sync_soon(inode.wake)
 
     def release_owner(self, ino: int, owner: int) -> None:
         """Remove every lock that `owner` has on the inode, as the last close does."""
