@@ -108,28 +108,21 @@ class Onlookers:
 
         Raises OSError: EINVAL for other kinds, EBADF, EPERM without the right to trace the process.
         """
-        request = onlooker.LEND, thread, memory, lifeline
-        _, (fd, end) = await self.ask(uid, *request, fds=[process])
+        request = onlooker.REQUEST.pack(onlooker.LEND, thread, memory, lifeline)
+        _, (fd, end) = await self.ask(uid, request, [process])
         return fd, end
 
     async def ask(
-        self,
-        uid: int,
-        kind: int,
-        pid: int,
-        one: int = 0,
-        other: int = 0,
-        more: bytes = b"",
-        fds: Sequence[int] = (),
-        about_other: bool = False,
+        self, uid: int, request: bytes, fds: Sequence[int] = (), *, about_other: bool = False
     ) -> _Answer:
         """Ask about a process or thread of a user (see onlooker.py). `about_other`: it is not the one that
         waits for the answer. Raises OSError ENOENT if there is none."""
         key = uid, about_other
         found = self._found(key)
         try:
-            return await found.ask(onlooker.REQUEST.pack(kind, pid, one, other) + more, fds)
+            return await found.ask(request, fds)
         except TimeoutError:
+            _, pid, _, _ = onlooker.REQUEST.unpack_from(request)
             log.warning(
                 "process %d of user %d keeps whoever looks at it waiting: the user's closes are not looked "
                 "into, nor is anything read into memory of his, until process %d has ended",

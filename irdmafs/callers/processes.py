@@ -223,7 +223,8 @@ class Processes:
                 files = onlooker.open_files(pid)
             else:
                 await detach()
-                _, files = await self.onlookers.ask(uid, onlooker.WATCH, pid)
+                request = onlooker.REQUEST.pack(onlooker.WATCH, pid, 0, 0)
+                _, files = await self.onlookers.ask(uid, request)
         except OSError:
             return _UNKNOWN
         before = self._known.pop(pid, None)
@@ -266,17 +267,17 @@ class Processes:
         return await self._holds(pid, ino, _LOW_DESCRIPTORS, other=False)
 
     async def _holds(self, pid: int, ino: int, below: int, *, other: bool) -> bool:
-        path = os.fsencode(self._mountpoint)
+        request = onlooker.REQUEST.pack(onlooker.HOLDS, pid, ino, below)
+        request += os.fsencode(self._mountpoint)
         try:
             uid = ids_of(pid).uid
             if uid == self._own_user and not other:
                 return onlooker.holds(pid, ino, below, self._mountpoint)
             await detach()
-            request = onlooker.HOLDS, pid, ino, below, path
             with trio.move_on_after(PATIENCE_S):
                 while True:
                     try:
-                        found, _ = await self.onlookers.ask(uid, *request, about_other=other)
+                        found, _ = await self.onlookers.ask(uid, request, about_other=other)
                         return bool(found)
                     except BlockingIOError:  # it begins to run another program
                         await trio.sleep(_LOOK_AGAIN_S)
@@ -290,7 +291,8 @@ class Processes:
         if uid == self._own_user:
             return onlooker.read_status(pid)
         await detach()
-        return (await self.onlookers.ask(uid, onlooker.STATUS, pid))[0]
+        request = onlooker.REQUEST.pack(onlooker.STATUS, pid, 0, 0)
+        return (await self.onlookers.ask(uid, request))[0]
 
     async def credentials(self, pid: int) -> Credentials:
         """Return the credentials of a thread. They are empty for one that cannot be seen. Capabilities

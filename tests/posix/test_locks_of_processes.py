@@ -104,16 +104,11 @@ def test_locks_do_as_on_a_tmpfs(as_on_tmpfs: AsOnTmpfs, scenario: str) -> None:
 def test_query_names_the_holder(folder: Path, process: TakeProcess) -> None:
     one, two = openers(folder / "file", process)
     one.do("fcntl.lockf(fd, fcntl.LOCK_EX, 100, 100)")
-    query = """
-import struct
-request = struct.pack('hhqqi4x', fcntl.F_WRLCK, 0, 0, 0, 0)
-struct.unpack('hhqqi4x', fcntl.fcntl(fd, fcntl.F_GETLK, request))
-"""
-    kind, _, start, length, holder = two.do(query)
+    kind, _, start, length, holder = two.do("query(fd, fcntl.F_WRLCK)")
     assert (start, length, holder) == (100, 100, one.pid)
     assert kind == two.do("fcntl.F_WRLCK")
     one.do("fcntl.lockf(fd, fcntl.LOCK_UN)")
-    assert two.do(query)[0] == two.do("fcntl.F_UNLCK")
+    assert two.do("query(fd, fcntl.F_WRLCK)")[0] == two.do("fcntl.F_UNLCK")
 
 
 @pytest.mark.parametrize("lock", ["lockf", "flock"])
