@@ -148,8 +148,11 @@ class Process:
         return True
 
     def _flags_and_exit_code(self) -> tuple[int, int]:
-        """Return fields 9 and 52 of proc_pid_stat(5), outside execve(2). Raises OSError if it has ended."""
-        text = os.pread(self._files[1], 512, 0)
+        """Return fields 9 and 52 of proc_pid_stat(5), outside execve(2). They are 0 if it has ended."""
+        try:
+            text = os.pread(self._files[1], 512, 0)
+        except OSError:
+            return 0, 0
         # The fields from the third on, which follows the command name.
         fields = text[text.rindex(b")") + 2 :].split()
         return int(fields[6]), int(fields[49])
@@ -171,20 +174,12 @@ class Process:
         exit code and takes the memory (do_exit)."""
         if self._pages != b"0":
             return False
-        try:
-            flags, exit_code = self._flags_and_exit_code()
-        except OSError:
-            return False
+        flags, exit_code = self._flags_and_exit_code()
         return bool(flags & _PF_EXITING and exit_code & 0x7F)
 
     def has_not_run(self) -> bool:
         """Return whether the process was forked and has not finished execve(2) since."""
-        if self.is_in_exec():
-            return True
-        try:
-            return bool(self._flags_and_exit_code()[0] & _PF_FORKNOEXEC)
-        except OSError:
-            return False
+        return self.is_in_exec() or bool(self._flags_and_exit_code()[0] & _PF_FORKNOEXEC)
 
     def close(self) -> None:
         for fd in self._files:
