@@ -37,29 +37,6 @@ _SYS_PIDFD_GETFD = 438
 _libc = ctypes.CDLL(None, use_errno=True)
 
 
-class _Kinds:
-    """Tells the kind of a descriptor without a call that could block: memfds and pipes are on mounts
-    internal to the kernel, whose device numbers never change and which hold no other files."""
-
-    def __init__(self) -> None:
-        memory, ends = os.memfd_create("irdmafs", os.MFD_CLOEXEC), os.pipe()
-        self._memory = _info(memory)[b"mnt_id"]
-        self._pipe = _info(ends[0])[b"mnt_id"]
-        _close_all([memory, *ends])
-
-    def check_memory(self, fd: int) -> None:
-        """Raise OSError EINVAL unless it is a memfd of ordinary pages or a dma-buf."""
-        info = _info(fd)
-        # Only dma-bufs of the kernel itself show the second line.
-        if info[b"mnt_id"] != self._memory and b"exp_name" not in info:
-            raise OSError(errno.EINVAL, "neither a memfd of ordinary pages nor a dma-buf")
-
-    def check_pipe(self, fd: int) -> None:
-        """Raise OSError EINVAL unless it is a pipe without a name."""
-        if _info(fd)[b"mnt_id"] != self._pipe:
-            raise OSError(errno.EINVAL, "the lifeline is no pipe")
-
-
 def _info(fd: int) -> dict[bytes, bytes]:
     with open(f"/proc/self/fdinfo/{fd}", "rb") as file:
         lines = (line.partition(b":") for line in file)
@@ -171,7 +148,11 @@ def holds(pid: int, ino: int, below: int, mountpoint: str) -> bool:
 class _Onlooker:
     def __init__(self, channel: socket.socket) -> None:
         self._channel = channel
-        self._kinds = _Kinds()
+        # They tell the kind of a descriptor without a call that could block: memfds and pipes are on
+        # mounts internal to the kernel, whose numbers never change and which hold no other files.
+        memory, ends = os.memfd_create("irdmafs", os.MFD_CLOEXEC), os.pipe()
+        self._memories, self._pipes = (_info(fd)[b"mnt_id"] for fd in (memory, ends[0]))
+        _close_all([memory, *ends])
         self._poller = select.poll()
         self._poller.register(channel, select.POLLIN)
         # A program's lifeline, and our end of the pipe that the mount has: each leads to the other.
@@ -226,9 +207,13 @@ class _Onlooker:
         taken: list[int] = []
         try:
             taken.append(_take(process, memory))
-            self._kinds.check_memory(taken[0])
+            info = _info(taken[0])
+            # Only dma-bufs of the kernel itself show the second line.
+            if info[b"mnt_id"] != self._memories and b"exp_name" not in info:
+                raise OSError(errno.EINVAL, "neither a memfd of ordinary pages nor a dma-buf")
             taken.append(_take(process, lifeline))
-            self._kinds.check_pipe(taken[1])
+            if _info(taken[1])[b"mnt_id"] != self._pipes:
+                raise OSError(errno.EINVAL, "the lifeline is no pipe")
             end, ours = os.pipe()
         except BaseException:
             _close_all(taken)

@@ -8,7 +8,6 @@ import socket
 import subprocess
 import sys
 from collections.abc import Sequence
-from typing import NamedTuple
 
 import trio
 
@@ -18,25 +17,19 @@ from . import onlooker
 log = logging.getLogger(__name__)
 
 # Far longer than an answer takes on a busy machine: after it, the process is taken to be blocked.
-_PATIENCE_S = 10.0
+PATIENCE_S = 10.0
 # The limit for all users; a user has two at most.
 _ONLOOKERS_MAX = 32
-_LOOK_AGAIN_S = 0.01
 
 # A user, and whether processes other than the one that waits for the answer are looked at. Those may wait
 # for an answer themselves.
 _Key = tuple[int, bool]
+# The text and the descriptors of an answer, which has one or the other.
+_Answer = tuple[bytes, list[int]]
 
 
 class _Gone(Exception):
     """The onlooker has ended."""
-
-
-class Answer(NamedTuple):
-    """The text and the descriptors of an answer, which has one or the other."""
-
-    data: bytes
-    descriptors: list[int]
 
 
 class _Onlooker:
@@ -47,7 +40,7 @@ class _Onlooker:
         with if_it_fails(ours.close), theirs:
             end, null = theirs.fileno(), subprocess.DEVNULL
             command = [sys.executable, "-I", "-S", onlooker.__file__, str(end)]
-            self._process = subprocess.Popen(
+            self.process = subprocess.Popen(
                 command, pass_fds=[end], stdin=null, stdout=null, cwd="/", start_new_session=True
             )
         ours.setblocking(False)
@@ -57,12 +50,8 @@ class _Onlooker:
         self.is_stuck = False
 
     @property
-    def pid(self) -> int:
-        return self._process.pid
-
-    @property
     def has_ended(self) -> bool:
-        return self._process.poll() is not None
+        return self.process.poll() is not None
 
     @property
     def is_idle(self) -> bool:
@@ -71,21 +60,21 @@ class _Onlooker:
     def close(self) -> None:
         """Have the onlooker end, as soon as it does not block."""
         self._channel.close()
-        self._process.kill()
-        if self._process.poll() is None:
-            self._process.returncode = -9  # no need to wait for it
+        self.process.kill()
+        if not self.has_ended:
+            self.process.returncode = -9  # no need to wait for it
 
-    async def ask(self, request: bytes, fds: Sequence[int]) -> Answer:
+    async def ask(self, request: bytes, fds: Sequence[int]) -> _Answer:
         """Send a request; return the answer. Raises its OSError, TimeoutError if none comes, _Gone."""
         async with self._turn:
             # Not cancelled in between: the answer would be taken for that of the next request.
-            with trio.move_on_after(_PATIENCE_S, shield=True):
+            with trio.move_on_after(PATIENCE_S, shield=True):
                 return await self._exchange(request, fds)
             self.is_stuck = True
-            self._process.kill()
+            self.process.kill()
             raise TimeoutError(errno.ETIMEDOUT, os.strerror(errno.ETIMEDOUT))
 
-    async def _exchange(self, request: bytes, fds: Sequence[int]) -> Answer:
+    async def _exchange(self, request: bytes, fds: Sequence[int]) -> _Answer:
         try:
             await trio.lowlevel.wait_writable(self._channel)
             socket.send_fds(self._channel, [request], fds)
@@ -99,7 +88,7 @@ class _Onlooker:
         data = reply[onlooker.REPLY.size :]
         if code:
             raise OSError(code, data.decode(errors="replace"))
-        return Answer(data, came)
+        return data, came
 
 
 class Onlookers:
@@ -119,48 +108,25 @@ class Onlookers:
 
         Raises OSError: EINVAL for other kinds, EBADF, EPERM without the right to trace the process.
         """
-        answer = await self.ask(uid, onlooker.LEND, thread, memory, lifeline, fds=[process])
-        fd, end = answer.descriptors
+        request = onlooker.REQUEST.pack(onlooker.LEND, thread, memory, lifeline)
+        _, (fd, end) = await self.ask(uid, request, [process])
         return fd, end
 
-    async def holds(
-        self, uid: int, pid: int, ino: int, mountpoint: str, below: int = 0, *, other: bool = False
-    ) -> bool:
-        """Return whether the process has a descriptor open on inode `ino` of the filesystem at
-        `mountpoint`, with a number `below` this one if given. `other`: it is not the process that waits for
-        the answer. Waits while the process begins to run another program. Raises OSError ENOENT."""
-        kind, path = onlooker.HOLDS, os.fsencode(mountpoint)
-        with trio.move_on_after(_PATIENCE_S):
-            while True:
-                try:
-                    answer = await self.ask(uid, kind, pid, ino, below, path, about_other=other)
-                    return bool(answer.data)
-                except BlockingIOError:
-                    await trio.sleep(_LOOK_AGAIN_S)
-        return False
-
     async def ask(
-        self,
-        uid: int,
-        kind: int,
-        pid: int,
-        one: int = 0,
-        other: int = 0,
-        more: bytes = b"",
-        fds: Sequence[int] = (),
-        about_other: bool = False,
-    ) -> Answer:
-        """Ask about a process or thread of a user (see onlooker.py). Raises OSError ENOENT if there is
-        none."""
+        self, uid: int, request: bytes, fds: Sequence[int] = (), *, about_other: bool = False
+    ) -> _Answer:
+        """Ask about a process or thread of a user (see onlooker.py). `about_other`: it is not the one that
+        waits for the answer. Raises OSError ENOENT if there is none."""
         key = uid, about_other
         found = self._found(key)
         try:
-            return await found.ask(onlooker.REQUEST.pack(kind, pid, one, other) + more, fds)
+            return await found.ask(request, fds)
         except TimeoutError:
+            _, pid, _, _ = onlooker.REQUEST.unpack_from(request)
             log.warning(
                 "process %d of user %d keeps whoever looks at it waiting: the user's closes are not looked "
                 "into, nor is anything read into memory of his, until process %d has ended",
-                pid, uid, found.pid,
+                pid, uid, found.process.pid,
             )  # fmt: skip
             raise OSError(errno.EOPNOTSUPP, "what is looked at does not answer") from None
         except _Gone:

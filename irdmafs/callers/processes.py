@@ -12,9 +12,11 @@ from collections.abc import Collection
 from signal import SIGCHLD, SIGCONT, SIGINT, SIGSTOP, SIGTSTP, SIGTTIN, SIGTTOU, SIGURG, SIGWINCH
 from typing import Final, NamedTuple
 
+import trio
+
 from ..inline import detach
 from . import onlooker
-from .onlookers import Onlookers
+from .onlookers import PATIENCE_S, Onlookers
 
 CAP_CHOWN: Final = 0
 CAP_DAC_OVERRIDE: Final = 1
@@ -35,6 +37,8 @@ _INFO_PID_AND_CREDS = 0x3
 _HARMLESS = (SIGCHLD, SIGCONT, SIGSTOP, SIGTSTP, SIGTTIN, SIGTTOU, SIGURG, SIGWINCH)
 # Descriptors below this number are those of redirections, in shells and the programs they start.
 _LOW_DESCRIPTORS = 10
+_LOOK_AGAIN_S = 0.01
+_CLOSED = (-1, -1)
 
 
 class Ids(NamedTuple):
@@ -125,8 +129,8 @@ class Process:
     anew. The properties tell the state at the last `look`.
     """
 
-    def __init__(self, files: tuple[int, int] | None) -> None:
-        self._files = files
+    def __init__(self, statm: int, stat: int) -> None:
+        self._files = statm, stat
         self._is_told_of = False
         self._pages = self._code_pages = b"0"
 
@@ -137,19 +141,18 @@ class Process:
 
     def look(self) -> bool:
         """Read the current state; return False if the process has ended."""
-        if self._files is None:
-            return False
         try:
             self._pages, _, _, self._code_pages, *_ = os.pread(self._files[0], 128, 0).split()
-        except ProcessLookupError:
+        except OSError:
             return False
         return True
 
     def _flags_and_exit_code(self) -> tuple[int, int]:
-        """Return fields 9 and 52 of proc_pid_stat(5), outside execve(2). Raises ProcessLookupError."""
-        if self._files is None:
-            raise ProcessLookupError(errno.ESRCH, os.strerror(errno.ESRCH))
-        text = os.pread(self._files[1], 512, 0)
+        """Return fields 9 and 52 of proc_pid_stat(5), outside execve(2). They are 0 if it has ended."""
+        try:
+            text = os.pread(self._files[1], 512, 0)
+        except OSError:
+            return 0, 0
         # The fields from the third on, which follows the command name.
         fields = text[text.rindex(b")") + 2 :].split()
         return int(fields[6]), int(fields[49])
@@ -171,29 +174,20 @@ class Process:
         exit code and takes the memory (do_exit)."""
         if self._pages != b"0":
             return False
-        try:
-            flags, exit_code = self._flags_and_exit_code()
-        except ProcessLookupError:
-            return False
+        flags, exit_code = self._flags_and_exit_code()
         return bool(flags & _PF_EXITING and exit_code & 0x7F)
 
     def has_not_run(self) -> bool:
         """Return whether the process was forked and has not finished execve(2) since."""
-        if self.is_in_exec():
-            return True
-        try:
-            return bool(self._flags_and_exit_code()[0] & _PF_FORKNOEXEC)
-        except ProcessLookupError:
-            return False
+        return self.is_in_exec() or bool(self._flags_and_exit_code()[0] & _PF_FORKNOEXEC)
 
     def close(self) -> None:
-        if self._files is not None:
-            for fd in self._files:
-                os.close(fd)
-            self._files = None
+        for fd in self._files:
+            os.close(fd)
+        self._files = _CLOSED
 
 
-_UNKNOWN = Process(None)
+_UNKNOWN = Process(*_CLOSED)
 
 
 class Processes:
@@ -221,16 +215,17 @@ class Processes:
         try:
             uid = ids_of(pid).uid
             if uid == self._own_user:
-                memory, stat = onlooker.open_files(pid)
+                files = onlooker.open_files(pid)
             else:
                 await detach()
-                memory, stat = (await self.onlookers.ask(uid, onlooker.WATCH, pid)).descriptors
+                request = onlooker.REQUEST.pack(onlooker.WATCH, pid, 0, 0)
+                _, files = await self.onlookers.ask(uid, request)
         except OSError:
             return _UNKNOWN
         before = self._known.pop(pid, None)
         if before is not None:
             before.close()
-        found = self._known[pid] = Process((memory, stat))
+        found = self._known[pid] = Process(*files)
         if len(self._known) > _PROCESSES_KNOWN:
             self._known.popitem(last=False)[1].close()
         return found if found.look() else _UNKNOWN
@@ -267,14 +262,23 @@ class Processes:
         return await self._holds(pid, ino, _LOW_DESCRIPTORS, other=False)
 
     async def _holds(self, pid: int, ino: int, below: int, *, other: bool) -> bool:
+        request = onlooker.REQUEST.pack(onlooker.HOLDS, pid, ino, below)
+        request += os.fsencode(self._mountpoint)
         try:
             uid = ids_of(pid).uid
             if uid == self._own_user and not other:
                 return onlooker.holds(pid, ino, below, self._mountpoint)
             await detach()
-            return await self.onlookers.holds(uid, pid, ino, self._mountpoint, below, other=other)
+            with trio.move_on_after(PATIENCE_S):
+                while True:
+                    try:
+                        found, _ = await self.onlookers.ask(uid, request, about_other=other)
+                        return bool(found)
+                    except BlockingIOError:  # it begins to run another program
+                        await trio.sleep(_LOOK_AGAIN_S)
         except OSError:
-            return False
+            pass
+        return False
 
     async def _status(self, pid: int) -> bytes:
         """Return what onlooker.read_status does. Raises OSError."""
@@ -282,7 +286,8 @@ class Processes:
         if uid == self._own_user:
             return onlooker.read_status(pid)
         await detach()
-        return (await self.onlookers.ask(uid, onlooker.STATUS, pid)).data
+        request = onlooker.REQUEST.pack(onlooker.STATUS, pid, 0, 0)
+        return (await self.onlookers.ask(uid, request))[0]
 
     async def credentials(self, pid: int) -> Credentials:
         """Return the credentials of a thread. They are empty for one that cannot be seen. Capabilities

@@ -6,7 +6,6 @@ import ipaddress
 import os
 import resource
 from pathlib import Path
-from typing import NamedTuple
 
 from ..backend.model.values import human_bytes
 from ..backend.transport.verbs import devices
@@ -25,14 +24,6 @@ _REMEDY_LIBRARY = (
     "pip install 'irdmafs[verbs]'"
 )
 _REMEDY_TCP = 'use TCP (rdma = "auto"), or another device'
-
-
-class Limits(NamedTuple):
-    """The limits that a device reports when it is opened. `mtus` are those of its ports, by number."""
-
-    region_bytes_max: int
-    has_windows: bool
-    mtus: dict[int, int]
 
 
 def check_rdma(choice: Choice, peer: str | None = None) -> list[Check]:
@@ -121,22 +112,20 @@ def _check_device(device: Device, library: Library | None) -> list[Check]:
     where = f" at {device.pci}" if device.pci else ""
     node = f"NUMA node {device.numa}" if device.numa >= 0 else "no NUMA node"
     found = f"{device.kind}{where}, {node}"
-    limits = None
+    mtus: dict[int, int] = {}
     if not device.obstacle and library is not None:
         try:
-            limits = _limits(device, library)
+            limits, mtus = _limits(device, library)
+            found += limits
         except OSError as error:
             return [Check(device.name, "warn", f"{found}; it cannot be opened: {error.strerror}",
                           "dmesg says why; ls -l /dev/infiniband")]  # fmt: skip
-    if limits is not None:
-        found += f", max_mr_size {_human(limits.region_bytes_max)}"
-        found += ", memory windows" if limits.has_windows else ", no memory windows"
     lines = [Check(device.name, "ok", found)]
     if device.obstacle:
         remedy = device.obstacle.remedy or _REMEDY_TCP
         lines = [Check(device.name, "warn", f"{found}; {device.obstacle.found}", remedy)]
     for port in device.ports:
-        lines.append(_check_port(device, port, limits))
+        lines.append(_check_port(device, port, mtus.get(port.number, 0)))
         lines += [_check_gid(device, gid) for gid in port.gids[:_GIDS_SHOWN]]
         if len(port.gids) > _GIDS_SHOWN:
             more = f"{len(port.gids) - _GIDS_SHOWN} more GIDs on port {port.number}"
@@ -144,8 +133,8 @@ def _check_device(device: Device, library: Library | None) -> list[Check]:
     return lines
 
 
-def _limits(device: Device, library: Library) -> Limits:
-    """Return the limits of a device. Raises OSError."""
+def _limits(device: Device, library: Library) -> tuple[str, dict[int, int]]:
+    """Return the limits of a device in words, and the RDMA MTUs of its ports by number. Raises OSError."""
     context, _ = library.open(device.name)
     with context, library.errors:
         limits = context.query_device()
@@ -153,11 +142,14 @@ def _limits(device: Device, library: Library) -> Limits:
             port.number: MTUS.get(int(context.query_port(port.number).active_mtu), 0)
             for port in device.ports
         }
-        windows = library.enum("DEVICE_MEM_WINDOW_TYPE_2B")
-        return Limits(int(limits.max_mr_size), bool(int(limits.device_cap_flags) & windows), mtus)
+        windows = int(limits.device_cap_flags) & library.enum("DEVICE_MEM_WINDOW_TYPE_2B")
+        # A software device has no limit, which it reports as all ones.
+        size = int(limits.max_mr_size)
+        largest = "unlimited" if size >= 1 << 63 else human_bytes(size)
+        return f", max_mr_size {largest}, {'' if windows else 'no '}memory windows", mtus
 
 
-def _check_port(device: Device, port: Port, limits: Limits | None) -> Check:
+def _check_port(device: Device, port: Port, rdma_mtu: int) -> Check:
     name = f"{device.name} port {port.number}"
     found = f"{port.state}, {port.link_layer}"
     remedy = ""
@@ -167,8 +159,8 @@ def _check_port(device: Device, port: Port, limits: Limits | None) -> Check:
         found += f" (MTU {mtu})" if mtu else ""
         if 0 < mtu < _NETDEV_MTU_COMFORTABLE and port.link_layer == "Ethernet":
             remedy = f"large packets cost less: ip link set {port.netdev} mtu 9000 (the switch too)"
-    if limits is not None and limits.mtus.get(port.number):
-        found += f", RDMA MTU {limits.mtus[port.number]}"
+    if rdma_mtu:
+        found += f", RDMA MTU {rdma_mtu}"
     if port.state != "ACTIVE":
         how = f"ip link set {port.netdev or 'NETDEV'} up"
         return Check(name, "warn", found, "ibstat" if port.link_layer == "InfiniBand" else how)
@@ -188,11 +180,6 @@ def _netdev_mtu(netdev: str) -> int:
         return int(Path("/sys/class/net", netdev, "mtu").read_text())
     except (OSError, ValueError):
         return 0
-
-
-def _human(count: int) -> str:
-    # A software device has no limit, which it reports as all ones.
-    return "unlimited" if count >= 1 << 63 else human_bytes(count)
 
 
 def check_memlock() -> Check:

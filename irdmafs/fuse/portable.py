@@ -274,7 +274,10 @@ def _adapted(filesystem: Filesystem, counts: Counts) -> pyfuse3.Operations:
             if isinstance(result, Handle):
                 return _opened(result)
             if isinstance(result, Space):
-                return _space(result)
+                space = pyfuse3.StatvfsData()
+                for field in Space.__slots__:
+                    setattr(space, field, getattr(result, field))
+                return space
             if name == "create":
                 return _opened(result[0]), _numbered(result[1], shown=False)
             return result
@@ -300,10 +303,3 @@ def _numbered(entry: Attributes, *, shown: bool) -> pyfuse3.EntryAttributes:
 
 def _opened(handle: Handle) -> pyfuse3.FileInfo:
     return pyfuse3.FileInfo(fh=handle.fh, keep_cache=handle.keeps_cache)
-
-
-def _space(space: Space) -> pyfuse3.StatvfsData:
-    answer = pyfuse3.StatvfsData()
-    for name in Space.__slots__:
-        setattr(answer, name, getattr(space, name))
-    return answer

@@ -361,9 +361,20 @@ class Requests:
         return b"".join(parts)
 
     async def _readdirplus(self, asked: Request, fh: int, offset: int, size: int) -> bytes:
-        listing = wire.DirectoryReply(size)
-        await self._fs.names.readdir(fh, offset, listing.add)
-        return b"".join(listing.parts)
+        parts: list[bytes] = []
+
+        def add(name: bytes, ino: int, mode: int, entry: Attributes | None, next_id: int) -> bool:
+            nonlocal size
+            record = wire.dirent(ino, next_id, name, mode)
+            size -= wire.ENTRY_OUT.size + len(record)
+            if size < 0:
+                return False
+            parts.append(wire.NO_ENTRY if entry is None else wire.pack_entry(entry))
+            parts.append(record)
+            return True
+
+        await self._fs.names.readdir(fh, offset, add)
+        return b"".join(parts)
 
     # -- locks and signals -----------------------------------------------------------------------
 

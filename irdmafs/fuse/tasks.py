@@ -85,17 +85,15 @@ class Waiting(NamedTuple):
     async def interrupted(self, processes: Processes) -> None:
         """Cancel the request if its caller's signal ends it, now or after a further signal."""
         while not self.ended.is_set():
-            if await self._should_end(processes):
+            ends = self.any_signal
+            if not ends:
+                pending = await processes.pending_signals(self.pid)
+                ends = pending.fatal or (pending.keyboard and self.opcode in _READING)
+            if ends:
                 self.scope.cancel()
                 return
             with trio.move_on_after(_LOOK_AGAIN_S):
                 await self.ended.wait()
-
-    async def _should_end(self, processes: Processes) -> bool:
-        if self.any_signal:
-            return True
-        pending = await processes.pending_signals(self.pid)
-        return pending.fatal or (pending.keyboard and self.opcode in _READING)
 
 
 class WaitingRequests:

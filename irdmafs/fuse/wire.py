@@ -267,25 +267,7 @@ def dirent(ino: int, next_offset: int, name: bytes, mode: int) -> bytes:
 # -- answers of operations -------------------------------------------------------------------------
 
 _NS: Final = 1_000_000_000
-_NO_ENTRY: Final = bytes(ENTRY_OUT.size)
-
-
-class DirectoryReply:
-    """The buffer that a READDIRPLUS answer is collected in."""
-
-    def __init__(self, size: int) -> None:
-        self._room = size
-        self.parts: list[bytes] = []
-
-    def add(self, name: bytes, ino: int, mode: int, entry: Attributes | None, next_id: int) -> bool:
-        record = dirent(ino, next_id, name, mode)
-        size = ENTRY_OUT.size + len(record)
-        if size > self._room:
-            return False
-        self._room -= size
-        self.parts.append(_NO_ENTRY if entry is None else pack_entry(entry))
-        self.parts.append(record)
-        return True
+NO_ENTRY: Final = bytes(ENTRY_OUT.size)
 
 
 def sized(value: bytes, room: int) -> bytes:

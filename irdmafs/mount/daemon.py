@@ -137,12 +137,6 @@ class _Daemon:
                 log.warning("taking the pyfuse3 session; %s", self._reason)
         return self._with_portable_session()
 
-    async def _store_drafts(self) -> None:
-        try:
-            await self._drafts.store()
-        except OSError as error:
-            log.error("files of drafts are lost: %s", error)
-
     async def store_reads(self) -> None:
         """Store, after the unmount, when files were last read, if there is room and etcd answers."""
         try:
@@ -224,7 +218,10 @@ class _Daemon:
                 nursery.start_soon(self._drafts.run)
                 await self._session.run()
                 tell_manager("STOPPING=1", status="unmounted; what was written is being stored")
-                await self._store_drafts()
+                try:
+                    await self._drafts.store()
+                except OSError as error:
+                    log.error("files of drafts are lost: %s", error)
                 nursery.cancel_scope.cancel()
         finally:
             self._unmount()
@@ -234,10 +231,10 @@ class _Daemon:
     async def _announce(self, ready: Callable[[str], None]) -> None:
         """Call `ready` when the mount answers a stat that comes through the kernel."""
         await trio.to_thread.run_sync(os.stat, self._config.mountpoint, abandon_on_cancel=True)
-        words = self._first_words()
-        name, *reasons = words.split("\n")
-        tell_manager("READY=1", status="; ".join((f"{name} session", *reasons)))
-        ready(words)
+        why = [self._reason, *(f"warning: {line}" for line in self._warnings())]
+        words = [self._session.name, *filter(None, why)]
+        tell_manager("READY=1", status="; ".join((f"{words[0]} session", *words[1:])))
+        ready("\n".join(words))
 
     def _metrics(self) -> AbstractAsyncContextManager[int]:
         if self._config.cluster is None:
@@ -273,23 +270,16 @@ class _Daemon:
 
     # -- its report --------------------------------------------------------------------------------
 
-    def _first_words(self) -> str:
-        """Return the session's name and, on further lines, why it is not the faster one, and warnings."""
-        lines = self._cluster_warnings() + self._lock_warnings()
-        warnings = [f"warning: {line}" for line in lines]
-        return "\n".join(filter(None, (self._session.name, self._reason, *warnings)))
-
     def _report(self) -> dict[str, Any]:
         """Return the attribute user.irdmafs.status."""
         below = self._store.statvfs()
         free, total = below.f_bavail * below.f_frsize, below.f_blocks * below.f_frsize
         soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
-        warnings = [*filter(None, [self._reason]), *self._cluster_warnings()]
+        warnings = [*filter(None, [self._reason]), *self._warnings()]
         if free < total * _LOW_SPACE_SHARE:
             warnings.append(f"the store is nearly full: {free >> 20} MiB of {total >> 20} MiB free")
         if self._wakeups is None:
             warnings.append("locks are kept by version: two versions of a file lock separately")
-            warnings += self._lock_warnings()
         return {
             "version": __version__,
             "pid": os.getpid(),
@@ -322,15 +312,16 @@ class _Daemon:
         opened = self._census()["open_handles"]
         return [MountCounters(requests, errors, opened), *self._store.figures()]
 
-    def _cluster_warnings(self) -> list[str]:
-        return self._cluster.warnings() if self._cluster is not None else []
-
-    def _lock_warnings(self) -> list[str]:
-        """Return warnings about locks in the pyfuse3 session, where the kernel keeps them by itself."""
+    def _warnings(self) -> list[str]:
+        """Return the cluster's warnings, and one about locks, which in the pyfuse3 session the kernel keeps
+        by itself."""
+        found = [] if self._cluster is None else self._cluster.warnings()
         in_cluster = self._store.locks is not None and self._config.options.locks == "cluster"
         if self._wakeups is None and in_cluster:
-            return ["locks hold on this host only, not in the cluster (-o locks=local says so too)"]
-        return []
+            found.append(
+                "locks hold on this host only, not in the cluster (-o locks=local says so too)"
+            )
+        return found
 
 
 def _resident_bytes() -> int:

@@ -19,8 +19,9 @@ import re
 import shutil
 import stat
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Literal
 
 from ..backend.model.values import human_bytes, meminfo, memory_limit
@@ -415,18 +416,10 @@ def leftover_stores(mountpoints: Iterable[str]) -> list[LeftoverStore]:
     used = {store_name(mountpoint) for mountpoint in mountpoints}
     found = []
     for parent in (TMPFS_ROOT, _shm_directory()):
-        try:
-            names = sorted(os.listdir(parent))
-        except OSError:
-            continue
-        for name in names:
-            path = os.path.join(parent, name)
-            if name in used or not os.path.isdir(path) or is_locked(path):
+        for path in map(str, sorted(Path(parent).glob("*"))):
+            if os.path.basename(path) in used or not os.path.isdir(path) or is_locked(path):
                 continue
-            try:
-                if cluster_of(path) is not None and not os.listdir(os.path.join(path, "extents")):
-                    continue  # it is empty
-                found.append(LeftoverStore(path, mountpoint_of(path), _bytes_used(path)))
-            except OSError:
-                continue
+            with suppress(OSError):
+                if cluster_of(path) is None or os.listdir(os.path.join(path, "extents")):
+                    found.append(LeftoverStore(path, mountpoint_of(path), _bytes_used(path)))
     return found

@@ -62,6 +62,10 @@ class _Owner:
         return Lock(kind, *found, self.pid, self.uid) if found is not None else None
 
 
+# Has no locks, anywhere.
+_NOBODY = _Owner(0)
+
+
 @dataclass(slots=True, eq=False)
 class _Waiter:
     """A request that waits. `woken`: it may try, and nobody behind it who would be in its way."""
@@ -96,13 +100,11 @@ class _Inode:
 
     def conflicts(self, owner: int, lock: Lock) -> bool:
         """Return whether others hold what is in the way of a request."""
-        mine = self.owners.get(owner)
+        mine = self.owners.get(owner, _NOBODY)
         span = lock.start, lock.end
-        if self.writes.count(*span) > (mine.writes.count(*span) if mine is not None else 0):
+        if self.writes.count(*span) > mine.writes.count(*span):
             return True
-        return lock.type == F_WRLCK and self.reads.count(*span) > (
-            mine.reads.count(*span) if mine is not None else 0
-        )
+        return lock.type == F_WRLCK and self.reads.count(*span) > mine.reads.count(*span)
 
     def wake(self) -> None:
         """Wake the waiters that nothing is in the way of, but none that another one, woken earlier, is."""
@@ -115,6 +117,10 @@ class _Inode:
             ):
                 waiter.wake()
                 woken.append(waiter)
+
+
+# One that nobody has locked or waits for.
+_UNLOCKED = _Inode()
 
 
 class LockTable:
@@ -143,8 +149,7 @@ class LockTable:
 
     def conflicts(self, ino: int, owner: int, lock: Lock) -> bool:
         """Return whether `lock` would have to wait for somebody else's."""
-        inode = self.inodes.get(ino)
-        return inode is not None and inode.conflicts(owner, lock)
+        return self.inodes.get(ino, _UNLOCKED).conflicts(owner, lock)
 
     def blockers(self, ino: int, owner: int, lock: Lock) -> set[int]:
         """Return the owners that `lock` would have to wait for."""
@@ -152,27 +157,22 @@ class LockTable:
 
     def holds(self, ino: int, owner: int) -> bool:
         """Return whether an owner has locks on the inode."""
-        inode = self.inodes.get(ino)
-        return inode is not None and owner in inode.owners
+        return owner in self.inodes.get(ino, _UNLOCKED).owners
 
-    def _held(self, ino: int, owner: int) -> _Owner | None:
-        inode = self.inodes.get(ino)
-        return inode.owners.get(owner) if inode is not None else None
+    def _held(self, ino: int, owner: int) -> _Owner:
+        return self.inodes.get(ino, _UNLOCKED).owners.get(owner, _NOBODY)
 
     def writes(self, ino: int, owner: int, lock: Lock) -> bool:
         """Return whether an owner has some of these bytes locked for writing."""
-        held = self._held(ino, owner)
-        return held is not None and held.writes.count(lock.start, lock.end) > 0
+        return self._held(ino, owner).writes.count(lock.start, lock.end) > 0
 
     def held(self, ino: int) -> Iterator[Lock]:
         """Yield all locks on an inode that are not lost."""
-        inode = self.inodes.get(ino)
-        for owner in inode.owners.values() if inode is not None else ():
-            if owner.lost:
-                continue
-            for kind, ranges in ((F_RDLCK, owner.reads), (F_WRLCK, owner.writes)):
-                for start, end in ranges:
-                    yield Lock(kind, start, end, owner.pid, owner.uid)
+        for owner in self.inodes.get(ino, _UNLOCKED).owners.values():
+            if not owner.lost:
+                for kind, ranges in ((F_RDLCK, owner.reads), (F_WRLCK, owner.writes)):
+                    for start, end in ranges:
+                        yield Lock(kind, start, end, owner.pid, owner.uid)
 
     def lose(self) -> Iterator[tuple[int, int, bool]]:
         """Mark every lock as lost. Yield inode and process of each owner, and if some were for writing."""
@@ -184,13 +184,11 @@ class LockTable:
 
     def is_lost(self, ino: int, owner: int) -> bool:
         """Return whether an owner had locks on the inode, and lost them."""
-        held = self._held(ino, owner)
-        return held is not None and held.lost
+        return self._held(ino, owner).lost
 
     def release_lost(self, ino: int, pid: int) -> None:
         """Remove the locks on an inode that a process lost."""
-        inode = self.inodes.get(ino)
-        for owner, held in list(inode.owners.items()) if inode is not None else ():
+        for owner, held in list(self.inodes.get(ino, _UNLOCKED).owners.items()):
             if held.lost and held.pid == pid:
                 self.release_owner(ino, owner)
 
@@ -201,8 +199,13 @@ class LockTable:
 
     def acquire(self, ino: int, owner: int, lock: Lock) -> None:
         """Set or, with F_UNLCK, remove a lock. Raises BlockingIOError (EAGAIN), ENOLCK, EINVAL."""
-        if not self._try_acquire(ino, owner, lock):
-            raise BlockingIOError(errno.EAGAIN, os.strerror(errno.EAGAIN))
+        _validate(lock)
+        if lock.type != F_UNLCK:
+            if self.conflicts(ino, owner, lock):
+                raise BlockingIOError(errno.EAGAIN, os.strerror(errno.EAGAIN))
+            if self.is_lost(ino, owner):
+                self.release_owner(ino, owner)
+        self._set(ino, owner, lock)
 
     async def wait_free(self, ino: int, owner: int, lock: Lock) -> None:
         """Wait for a moment at which the range is free. Raises OSError EDEADLK if it can only become free
@@ -210,8 +213,8 @@ class LockTable:
 
         A caller that does not take the lock at once afterwards lets others have it.
         """
-        inode = self.inodes.get(ino)
-        if inode is None or not inode.conflicts(owner, lock):
+        inode = self.inodes.get(ino, _UNLOCKED)
+        if not inode.conflicts(owner, lock):
             return
         request = (ino, lock)
         waiter = _Waiter(owner, lock)
@@ -229,33 +232,17 @@ class LockTable:
             self._tidy(ino, inode)
             if waiter.woken:
                 # The next in line may have been passed over for it.
-                trio.lowlevel.current_trio_token().run_sync_soon(self._wake, ino)
-
-    def _wake(self, ino: int) -> None:
-        inode = self.inodes.get(ino)
-        if inode is not None:
-            inode.wake()
+                trio.lowlevel.current_trio_token().run_sync_soon(inode.wake)
 
     def release_owner(self, ino: int, owner: int) -> None:
         """Remove every lock that `owner` has on the inode, as the last close does."""
         if self.holds(ino, owner):
             self._set(ino, owner, Lock(F_UNLCK, 0, LAST_BYTE, 0))
 
-    def _try_acquire(self, ino: int, owner: int, lock: Lock) -> bool:
-        _validate(lock)
-        inode = self.inodes.get(ino)
-        if inode is not None and lock.type != F_UNLCK:
-            if inode.conflicts(owner, lock):
-                return False
-            if self.is_lost(ino, owner):
-                self.release_owner(ino, owner)
-        self._set(ino, owner, lock)
-        return True
-
     def _conflicts(self, ino: int, owner: int, lock: Lock) -> Iterator[tuple[int, Lock]]:
         """Yield the owners that block this request, each with the first lock that does."""
-        inode = self.inodes.get(ino)
-        if inode is None or lock.type == F_UNLCK or not inode.conflicts(owner, lock):
+        inode = self.inodes.get(ino, _UNLOCKED)
+        if lock.type == F_UNLCK or not inode.conflicts(owner, lock):
             return
         for other, held in inode.owners.items():
             if other != owner and (found := held.first(lock)) is not None:
@@ -263,9 +250,9 @@ class LockTable:
 
     def _set(self, ino: int, owner: int, lock: Lock) -> None:
         inode = self.inodes.get(ino)
-        held = inode.owners.get(owner) if inode is not None else None
+        held = self._held(ino, owner)
         span = lock.start, lock.end
-        if held is None:
+        if held is _NOBODY:
             if lock.type == F_UNLCK:
                 return
             held = _Owner(lock.uid)
@@ -322,11 +309,10 @@ class FlockTable(LockTable):
     be exclusive do not wait for each other for ever. Deadlocks are not detected.
     """
 
-    def _try_acquire(self, ino: int, owner: int, lock: Lock) -> bool:
-        held = self._held(ino, owner)
-        if held is not None and bool(held.writes) != (lock.type == F_WRLCK):
+    def acquire(self, ino: int, owner: int, lock: Lock) -> None:
+        if bool(self._held(ino, owner).writes) != (lock.type == F_WRLCK):
             self.release_owner(ino, owner)
-        return super()._try_acquire(ino, owner, lock)
+        super().acquire(ino, owner, lock)
 
     def _waits_for_itself(self, owner: int, request: tuple[int, Lock]) -> bool:
         return False

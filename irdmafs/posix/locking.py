@@ -103,11 +103,6 @@ class Locking(LockHolder):
             self.lockers.setdefault(fh, set()).add(owner)
         await self._acquire(table, ino, owner, lock, wait=wait)
 
-    def _is_about_to_end(self, table: LockTable, ino: int, owner: int, lock: Lock) -> bool:
-        """Return whether only closed files stand in the way of a lock. The kernel does not wait for a
-        release, so that a process may ask for the lock before we have given it up."""
-        return table is self.flocks and table.blockers(ino, owner, lock) <= self._leaving.keys()
-
     async def _acquire(
         self, table: LockTable, ino: int, owner: int, lock: Lock, *, wait: bool
     ) -> None:
@@ -122,17 +117,8 @@ class Locking(LockHolder):
         while True:
             if self.lost_by:
                 await self._tell_lost(lock.pid, ino)  # maybe while it waited
-            if shared is None or shared.grants(ino, claim, turn):
-                try:
-                    table.acquire(ino, owner, lock)
-                except BlockingIOError:
-                    if not wait and not self._is_about_to_end(table, ino, owner, lock):
-                        raise
-                else:
-                    if shared is not None and lock.type == F_RDLCK:
-                        shared.shrunk(ino)  # it may have been one for writing
-                    return
-            elif not table.conflicts(ino, owner, lock):
+            granted = shared is None or shared.grants(ino, claim, turn)
+            if shared is not None and not granted and not table.conflicts(ino, owner, lock):
                 await detach(any_signal=wait)
                 if table is self.flocks and table.holds(ino, owner):
                     # A conversion gives the old lock up first: two hosts that both want more can go on.
@@ -140,8 +126,20 @@ class Locking(LockHolder):
                 await shared.claim(ino, claim, wait=wait, since=since)
                 turn = 0.0  # it has yielded for long enough
                 continue
-            elif not wait and not self._is_about_to_end(table, ino, owner, lock):
-                raise BlockingIOError(errno.EAGAIN, os.strerror(errno.EAGAIN))
+            try:
+                if not granted:
+                    raise BlockingIOError(errno.EAGAIN, os.strerror(errno.EAGAIN))
+                table.acquire(ino, owner, lock)
+            except BlockingIOError:
+                # A closed file does not keep its lock: the kernel does not wait for a release, so that a
+                # process may ask for the lock before we have given it up.
+                leaving = self._leaving.keys() if table is self.flocks else ()
+                if not wait and not table.blockers(ino, owner, lock).issubset(leaving):
+                    raise
+            else:
+                if shared is not None and lock.type == F_RDLCK:
+                    shared.shrunk(ino)  # it may have been one for writing
+                return
             await detach(any_signal=wait)
             await table.wait_free(ino, owner, lock)
             turn = since

@@ -68,7 +68,11 @@ class Waits:
                 with trio.move_on_after(_LOOK_AT_CALLER_S) as look:
                     await self._watches.wait(directory, count)
                 if look.cancelled_caught:
-                    await self._look_at_caller(ctx.pid)
+                    if self._ended:
+                        raise fail(errno.ENOTCONN)
+                    pending = await self._processes.pending_signals(ctx.pid)
+                    if pending.fatal or pending.handled:
+                        raise fail(errno.EINTR)
 
     def poll(self, node: Node, kernel_handle: int, uid: int) -> None:
         """Have the kernel ask for a descriptor's events again when the names of its file, or its version,
@@ -118,11 +122,3 @@ class Waits:
             self._waiting[user] -= 1
             if not self._waiting[user]:
                 del self._waiting[user]
-
-    async def _look_at_caller(self, pid: int) -> None:
-        """Raise OSError if a caller is not to wait on."""
-        if self._ended:
-            raise fail(errno.ENOTCONN)
-        pending = await self._processes.pending_signals(pid)
-        if pending.fatal or pending.handled:
-            raise fail(errno.EINTR)

@@ -12,6 +12,7 @@ import re
 import stat
 import subprocess
 import sys
+from collections import Counter
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -46,17 +47,14 @@ class Requests:
 
     def __init__(self, path: Path) -> None:
         self._path = path
-        first = status_at(path)["requests"]
+        first = Counter(status_at(path)["requests"])
         self._before = status_at(path)
-        self._asking = {
-            kind: n - first.get(kind, 0) for kind, n in self._before["requests"].items()
-        }
+        before = Counter(self._before["requests"])
+        self._expected = before + (before - first)
 
     def count(self, *kinds: str) -> int:
-        now, before = status_at(self._path)["requests"], self._before["requests"]
-        return sum(
-            now.get(kind, 0) - before.get(kind, 0) - self._asking.get(kind, 0) for kind in kinds
-        )
+        now = status_at(self._path)["requests"]
+        return sum(now.get(kind, 0) - self._expected[kind] for kind in kinds)
 
     def told(self) -> int:
         now, before = status_at(self._path), self._before

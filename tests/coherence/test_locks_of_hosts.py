@@ -20,11 +20,7 @@ TURNS = 10
 NEVER_S = 0.3  # what must not happen is looked for so long
 
 PREPARE = f"""{TRY_LOCKS}
-import struct, time
-def query(fd, kind):
-    request = struct.pack('hhqqi4x', kind, 0, 0, 0, 0)
-    return struct.unpack('hhqqi4x', fcntl.fcntl(fd, fcntl.F_GETLK, request))
-
+import struct
 def failure(step):
     try:
         step()

@@ -166,23 +166,9 @@ class Etcd:
             one.start()
         self.wait_ready(member)
 
-    def stop(self, member: int | None = None) -> None:
-        """End a member, or all, in order: they say good-bye to their clients."""
-        for one in self._chosen(member):
-            one.terminate()
-
     def kill9(self, member: int | None = None) -> None:
         for one in self._chosen(member):
             one.kill9()
-
-    def pause(self, member: int | None = None) -> None:
-        """SIGSTOP: a member keeps its connections and answers nothing."""
-        for one in self._chosen(member):
-            one.pause()
-
-    def resume(self, member: int | None = None) -> None:
-        for one in self._chosen(member):
-            one.resume()
 
     def wait_ready(self, member: int | None = None, within_s: float = START_TIMEOUT_S) -> None:
         """Wait until a member, or all that run, answer a linearizable read. Raises CommandFailed."""

@@ -21,7 +21,7 @@ from typing import IO, Any
 from harness.closing import Closing
 
 STEP_TIMEOUT_S = 60.0
-# For a step: what tries to lock a file.
+# For a step: what tries to lock a file, or asks who is in the way.
 TRY_LOCKS = """
 def try_lock(fd, kind, start=0, length=0):
     try:
@@ -35,6 +35,10 @@ def try_flock(fd, kind):
         return True
     except BlockingIOError:
         return False
+def query(fd, kind):
+    import struct
+    asked = struct.pack('hhqqi4x', kind, 0, 0, 0, 0)
+    return struct.unpack('hhqqi4x', fcntl.fcntl(fd, fcntl.F_GETLK, asked))
 """
 # The user who owns nothing.
 NOBODY = 65534

@@ -375,7 +375,7 @@ async def test_an_etcd_that_is_restarted_is_waited_for() -> None:
             revision = await engine.transact((), [Put(b"a", b"1")])
             watch = engine.watch(b"a", b"b", 0)
             assert (await anext(watch)).revision == revision
-            for end in (server.stop, server.kill9):
+            for end in (server.members[0].terminate, server.kill9):
                 await in_thread(end)
                 results: list[int] = []
 

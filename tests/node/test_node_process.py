@@ -22,7 +22,7 @@ from typing import Any
 import pytest
 import trio
 from harness.closing import descriptor
-from harness.daemons import Daemon, wait_until
+from harness.daemons import Daemon, paused, wait_until
 from harness.etcd_server import EtcdServer
 from harness.network import Host
 from harness.parts import irdmafs_command, run_instead
@@ -393,12 +393,11 @@ async def test_a_signal_while_a_node_starts_ends_it(place: Place) -> None:
     with EtcdServer() as own:
         place.etcd = own
         await place.found()
-        own.pause()
-        node = place.add(start=False)
-        node.start()
-        wait_until((node.store / "node.json").exists, "no store is open", START_TIMEOUT_S, node)
-        assert node.terminate() == 0
-        own.resume()
+        with paused(*own.members):
+            node = place.add(start=False)
+            node.start()
+            wait_until((node.store / "node.json").exists, "no store is open", START_TIMEOUT_S, node)
+            assert node.terminate() == 0
 
 
 async def test_bytes_under_way_arrive_before_a_stopped_node_goes(place: Place) -> None:

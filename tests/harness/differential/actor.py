@@ -86,10 +86,6 @@ def _set_xattr(file: str | int, name: str, mark: int, length: int, flags: int) -
     os.setxattr(file, name, _payload(mark, length), flags)
 
 
-def _get_xattr(file: str | int, name: str) -> Value:
-    return _content(os.getxattr(file, name))
-
-
 def _listed(path: str) -> Value:
     with os.scandir(path) as entries:
         return tuple(sorted((entry.name, ("ino", entry.inode())) for entry in entries))
@@ -117,8 +113,8 @@ _ON_FILES: dict[str, Callable[..., Value]] = {
     "futimens": _times,
     "setxattr": _set_xattr,
     "fsetxattr": _set_xattr,
-    "getxattr": _get_xattr,
-    "fgetxattr": _get_xattr,
+    "getxattr": lambda path, name: _content(os.getxattr(path, name)),
+    "fgetxattr": lambda fd, name: _content(os.getxattr(fd, name)),
     "listxattr": lambda path: tuple(sorted(os.listxattr(path))),
     "removexattr": lambda path, name: os.removexattr(path, name),
     "flock": lambda fd, kind: fcntl.flock(fd, kind | fcntl.LOCK_NB),

@@ -337,6 +337,18 @@ class NamespaceAgainstModel(RuleBasedStateMachine):
         self.gone += known - set(self.namespace.inodes) - held
         return result
 
+    def do(self, call: str, *args: Any, full: bool, in_use: bool | None = None) -> None:
+        """Do a call to both. The namespace takes numbers of inodes. `in_use`: what is removed is open, or
+        not; None: nothing is removed."""
+        numbers = [one.ino if isinstance(one, Thing) else one for one in args]
+        more = () if in_use is None else (in_use,)
+
+        def real() -> Coroutine[Any, Any, object]:
+            doing: Coroutine[Any, Any, object] = getattr(self.namespace, call)(*numbers)
+            return doing if in_use is None else while_open(self.namespace, doing, is_open=in_use)
+
+        self.both(real, lambda: getattr(self.model, call)(*args, *more), full=full)
+
     def stored(self) -> object:
         return self.run(self.engine.range(b"", b"\xff"))
 
@@ -412,35 +424,19 @@ class NamespaceAgainstModel(RuleBasedStateMachine):
     def link(self, what: int, parent: int, name: bytes, full: bool) -> None:
         thing, place = self.pick(what, directory=False), self.pick(parent)
         self.choose_host(thing, place)
-        self.both(
-            lambda: self.namespace.link(thing.ino, place.ino, name),
-            lambda: self.model.link(thing, place, name),
-            full=full,
-        )
+        self.do("link", thing, place, name, full=full)
 
     @rule(parent=index, name=names, in_use=st.booleans(), full=st.booleans())
     def unlink(self, parent: int, name: bytes, in_use: bool, full: bool) -> None:
         place = self.pick(parent)
         self.choose_host(place, in_use=in_use)
-        self.both(
-            lambda: while_open(
-                self.namespace, self.namespace.unlink(place.ino, name), is_open=in_use
-            ),
-            lambda: self.model.unlink(place, name, in_use),
-            full=full,
-        )
+        self.do("unlink", place, name, full=full, in_use=in_use)
 
     @rule(parent=index, name=names, in_use=st.booleans(), full=st.booleans())
     def rmdir(self, parent: int, name: bytes, in_use: bool, full: bool) -> None:
         place = self.pick(parent)
         self.choose_host(place, in_use=in_use)
-        self.both(
-            lambda: while_open(
-                self.namespace, self.namespace.rmdir(place.ino, name), is_open=in_use
-            ),
-            lambda: self.model.rmdir(place, name, in_use),
-            full=full,
-        )
+        self.do("rmdir", place, name, full=full, in_use=in_use)
 
     @rule(
         parent=index,
@@ -463,15 +459,7 @@ class NamespaceAgainstModel(RuleBasedStateMachine):
     ) -> None:
         source, target = self.pick(parent), self.pick(to)
         self.choose_host(source, target, in_use=in_use)
-        self.both(
-            lambda: while_open(
-                self.namespace,
-                self.namespace.rename(source.ino, name, target.ino, new_name, flags),
-                is_open=in_use,
-            ),
-            lambda: self.model.rename(source, name, target, new_name, flags, in_use),
-            full=full,
-        )
+        self.do("rename", source, name, target, new_name, flags, full=full, in_use=in_use)
 
     @rule(
         what=index,
@@ -506,21 +494,13 @@ class NamespaceAgainstModel(RuleBasedStateMachine):
     def set_xattr(self, what: int, name: bytes, value: bytes, flags: int, full: bool) -> None:
         thing = self.pick(what, directory=False)
         self.choose_host(thing)
-        self.both(
-            lambda: self.namespace.set_xattr(thing.ino, name, value, flags),
-            lambda: self.model.set_xattr(thing, name, value, flags),
-            full=full,
-        )
+        self.do("set_xattr", thing, name, value, flags, full=full)
 
     @rule(what=index, name=st.sampled_from([b"user.a", b"user.b"]), full=st.booleans())
     def remove_xattr(self, what: int, name: bytes, full: bool) -> None:
         thing = self.pick(what, directory=False)
         self.choose_host(thing)
-        self.both(
-            lambda: self.namespace.remove_xattr(thing.ino, name),
-            lambda: self.model.remove_xattr(thing, name),
-            full=full,
-        )
+        self.do("remove_xattr", thing, name, full=full)
 
     @rule(
         what=index, extent=st.integers(1, 1 << 40), size=st.integers(1, 1 << 50), full=st.booleans()
