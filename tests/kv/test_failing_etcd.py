@@ -629,7 +629,7 @@ class TestRefusal:
                     raise ConnectionResetError(errno.ECONNRESET, os.strerror(errno.ECONNRESET))
                 return super().send(*args)
 
-        connect = client.connect
+        connect = connection.connect
 
         async def connect_late(endpoint: connection.Endpoint) -> socket.socket:
             made = await connect(endpoint)
