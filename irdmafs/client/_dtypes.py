@@ -112,7 +112,8 @@ def source_of(source: Any) -> Source:
     dtype = EXTENSIONS.get(name) or np.dtype(name)
     tensor = source.detach().resolve_conj().resolve_neg().contiguous()
     torch.cuda.current_stream(source.device).synchronize()  # it is copied by other streams
-    return DeviceArray(dtype, tensor.shape, tensor.reshape(-1).view(torch.uint8), tensor.nbytes)
+    flat = tensor.reshape(-1).view(torch.uint8)
+    return DeviceArray(dtype, tuple(tensor.shape), flat, len(flat))
 
 
 def _array_of_tensor(tensor: Any) -> Array:
