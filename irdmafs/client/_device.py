@@ -37,7 +37,7 @@ T = TypeVar("T")
 
 # Larger copies go through pinned memory in such pieces, two for each thread. torch keeps that memory for
 # the next copies, 192 MiB at most.
-_PIECE_BYTES = 8 << 20
+PIECE_BYTES = 8 << 20
 _PIECES_EACH = 2
 _THREADS_MAX = 12
 # Larger tensors have memory of their own: each can be freed by itself.
@@ -161,9 +161,9 @@ _Copy = tuple[int, Any]
 def _copy(torch: Any, target: Any, copies: Sequence[_Copy]) -> None:
     """Copy mapped bytes to a device, and return when they are there."""
     size = sum(len(tensor) for _, tensor in copies)
-    if target.type == "cuda" and size > _PIECE_BYTES:
+    if target.type == "cuda" and size > PIECE_BYTES:
         with torch.cuda.device(target):
-            threads = min(_THREADS_MAX, len(os.sched_getaffinity(0)), -(-size // _PIECE_BYTES))
+            threads = min(_THREADS_MAX, len(os.sched_getaffinity(0)), -(-size // PIECE_BYTES))
             try:
                 memory = [_pinned(torch) for _ in range(_PIECES_EACH * threads)]
             except RuntimeError as error:
@@ -176,7 +176,7 @@ def _copy(torch: Any, target: Any, copies: Sequence[_Copy]) -> None:
 
 
 def _pinned(torch: Any) -> Any:
-    return torch.empty(_PIECE_BYTES, dtype=torch.uint8, pin_memory=True)
+    return torch.empty(PIECE_BYTES, dtype=torch.uint8, pin_memory=True)
 
 
 def pieces(copies: Iterable[_Copy], size: int) -> Iterator[_Copy]:
@@ -200,7 +200,7 @@ class Shared(Iterator[T]):
 
 def _copy_by_threads(torch: Any, target: Any, copies: Sequence[_Copy], memory: list[Any]) -> None:
     """Copy through pinned `memory`: a thread fills one piece of it while the device fetches another."""
-    shared = Shared(pieces(copies, _PIECE_BYTES))
+    shared = Shared(pieces(copies, PIECE_BYTES))
     current = torch.cuda.current_stream(target)
 
     def work(first: int) -> None:
@@ -225,19 +225,17 @@ def _copy_by_threads(torch: Any, target: Any, copies: Sequence[_Copy], memory: l
 class Carrier:
     """Brings bytes of devices to the host, for one thread; each piece stays until the next one comes."""
 
-    def __init__(self, size: int) -> None:
-        self._size = size
-        self._memory: Any = None
+    _memory: Any = None
 
     def bring(self, piece: Any) -> int:
-        """Return the host's address of a piece of a flat tensor."""
+        """Return the host's address of a piece of a flat tensor, of PIECE_BYTES at most."""
         torch = _torch()
         if self._memory is None:
             try:
-                self._memory = torch.empty(self._size, dtype=torch.uint8, pin_memory=True)
+                self._memory = _pinned(torch)
             except RuntimeError as error:
                 log.warning("tensors are stored without pinned memory: %s", error)
-                self._memory = torch.empty(self._size, dtype=torch.uint8)
+                self._memory = torch.empty(PIECE_BYTES, dtype=torch.uint8)
         here = self._memory[: len(piece)]
         stream = torch.cuda.Stream(piece.device)
         with torch.cuda.stream(stream):

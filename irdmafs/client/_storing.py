@@ -23,7 +23,7 @@ from . import _device
 from ._files import begun, failed, map_file, naming, unmap, write_all
 
 BYTES_MIN = 64 << 20
-_PIECE_BYTES = 8 << 20
+_PIECE_BYTES = _device.PIECE_BYTES
 _THREADS_MAX = 16
 # Fewer processors gain nothing over write(2), unless they wait for a device.
 _PROCESSORS_MIN = 4
@@ -84,7 +84,7 @@ def _store(address: int, parts: Iterable[Any]) -> None:
     pieces = _device.Shared(_device.pieces(_placed(address, parts), _PIECE_BYTES))
 
     def work(_: int) -> None:
-        carrier = _device.Carrier(_PIECE_BYTES)
+        carrier = _device.Carrier()
         for target, piece in pieces:
             if isinstance(piece, memoryview):
                 source = np.frombuffer(piece, np.uint8).ctypes.data
