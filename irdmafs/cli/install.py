@@ -23,19 +23,19 @@ _MARK = "# Written by `irdmafs install`, and removed by `irdmafs uninstall`.\n"
 
 # A second signal would end a process at once, so that systemd sends only the first one to it (mixed).
 _UNIT = f"""\
-{_MARK}# The instance is the {{0}}, as `systemd-escape --path` writes it. Other options:
+{_MARK}# The instance is the {{instance}}, as `systemd-escape --path` writes it. Other options:
 # systemctl edit irdmafs-{{name}}@INSTANCE, with [Service] and Environment="OPTIONS=...".
 [Unit]
-Description=irdmafs {{1}} %f
+Description=irdmafs {{what}} %f
 Wants=network-online.target
 After=network-online.target etcd.service
-{{2}}
+{{needs}}
 [Service]
 Environment="OPTIONS=--cluster /etc/irdmafs/cluster.toml"
 ExecStart={{irdmafs}} {{name}} --foreground $OPTIONS -- %f
-{{3}}
-TimeoutStartSec={{4}}
-TimeoutStopSec={{5}}
+{{does}}
+TimeoutStartSec={{starts_in}}
+TimeoutStopSec={{stops_in}}
 Type=notify
 KillMode=mixed
 Restart=on-failure
@@ -47,7 +47,7 @@ LimitMEMLOCK=infinity
 [Install]
 WantedBy=multi-user.target
 """
-# What an instance is, its description, what else the unit needs and does, and how long start and stop take.
+_FIELDS = ("instance", "what", "needs", "does", "starts_in", "stops_in")
 _WORDS = {
     "mount": ("mountpoint", "on", "", "ExecStartPre=-/bin/mkdir -p %f", "5min", "2min"),
     "serve": (
@@ -104,7 +104,8 @@ def _parts(root: str) -> Iterator[_Part]:
     irdmafs = os.path.join(programs, "irdmafs").replace("%", "%%")
     for name, words in _WORDS.items():
         path = os.path.join(root, _UNITS, f"irdmafs-{name}@.service")
-        text = _UNIT.format(*words, name=name, irdmafs=f'"{irdmafs}"')
+        fields = dict(zip(_FIELDS, words, strict=True))
+        text = _UNIT.format(**fields, name=name, irdmafs=f'"{irdmafs}"')
         yield _Part(path, text, is_link=False)
 
 
