@@ -33,7 +33,7 @@ _Finite = Annotated[float, Meta(ge=-1e12, le=1e12)]
 
 
 class NodeReport(TypedDict, total=False):
-    """What commands act on of a node's report. `wrong_files`: inodes, and if they may be mended."""
+    """The parts of a node's report that commands use. `wrong_files`: inodes, and if they may be mended."""
 
     bytes: Count
     free_bytes: Count

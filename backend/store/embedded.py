@@ -69,7 +69,7 @@ class EmbeddedStore(Pinned, Store):
         self.waits = waits
         # Extents that were allocated here and that no version names yet.
         self._working: set[ContentId] = set()
-        # Those that programs may have mapped for writing, except what was there before.
+        # Extents that programs may have mapped for writing since this process began.
         self._mapped: set[ContentId] = set()
 
     async def begin(self) -> None:

@@ -68,7 +68,7 @@ def store_together(directory: str) -> None:
 
 
 class Cloned(NamedTuple):
-    """What a copy consists of: how many files and bytes are shared, and how many were copied."""
+    """The contents of a copy: how many files and bytes are shared, and how many were copied."""
 
     shared_files: int
     shared_bytes: int

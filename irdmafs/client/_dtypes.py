@@ -57,7 +57,7 @@ class DeviceArray(NamedTuple):
     flags: Any = np.empty(0).flags  # those of an array in C order
 
 
-# What can be published as it lies.
+# An array or a DeviceArray: both are published from where they lie.
 Source: TypeAlias = Any
 
 

@@ -104,7 +104,7 @@ class Store(MutableMapping[str, Array], Closing):
     """
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
-        # Of the path as it is given: "" would be where the program is.
+        # The path is looked at as it is given: "" would become the working directory.
         if not stat.S_ISDIR(os.stat(path).st_mode):
             raise NotADirectoryError(errno.ENOTDIR, "Not a directory", path)
         self.path = os.path.abspath(path)

@@ -325,7 +325,7 @@ class Shared(Coherence):
     ) -> Inode:
         if content:
             inode = await self._bring(inode)
-        # What is written in place here may be older.
+        # The content that is written in place here may be older.
         while self._cache.in_place.is_behind(inode):
             await self._cache.in_place.refresh(inode.ino, opens=True, cuts=cuts)
             before, inode = inode.version, self.namespace.inode(inode.ino)

@@ -57,7 +57,7 @@ STATUS: Final = PREFIX + b"status"
 # Which store nodes keep a file, in a cluster.
 NODES: Final = PREFIX + b"nodes"
 VERSION: Final = PREFIX + b"version"
-# Of a file, a ticket by which others are made of it; of a directory, makes them (clones.py).
+# Reading it of a file gives a ticket for its version; setting it on a directory makes clones (clones.py).
 CLONE: Final = PREFIX + b"clone"
 VERSIONS: Final = PREFIX + b"versions"
 

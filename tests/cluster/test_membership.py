@@ -49,8 +49,8 @@ def address(node: int, *, store: str = "/store", free: int = 1 << 30) -> records
 
 
 class Process:
-    """What a mount, or the store node `node`, has of the cluster: an engine, a session that a test may run
-    in the nursery, and its replica."""
+    """A mount's side of the cluster, or that of the store node `node`: an engine, a session that a test may
+    run in the nursery, and its replica."""
 
     def __init__(self, engine: EtcdEngine, nursery: trio.Nursery, node: int = 0) -> None:
         self.engine, self.nursery = engine, nursery

@@ -15,8 +15,8 @@ _READERS_MAX = 8
 
 
 class ClonedFiles:
-    """What is in the directory by now, and readers of what was. A file is the list of all contents that it
-    has had, so that a reader of it sees one of these, and never another file's."""
+    """A model of the directory, and readers of its files. A file is the list of all contents it has had: a
+    reader of it sees one of these, and never another file's."""
 
     def __init__(self, places: Sequence[Path], source: random.Random) -> None:
         self._places = places

@@ -207,7 +207,7 @@ def flip(relay: Relay, direction: int, start: int, place: int) -> None:
     relay.change = change
 
 
-# Of the bytes, and of the code that follows them.
+# Offsets in the bytes, and in the code that follows them.
 PLACES = (0, 1 * MiB, 3 * MiB - 1, 3 * MiB, 3 * MiB + CODE_BYTES - 1)
 
 

@@ -85,7 +85,7 @@ async def test_who_takes_no_answers_costs_nobody_else_the_connection(
 
 @pytest.mark.parametrize("kind", ["requests", "answers", "frames that do not end"])
 async def test_what_a_peer_has_outstanding_is_limited_in_all(memory: Path, kind: str) -> None:
-    """What comes beyond the limit stays at the peer."""
+    """Requests beyond the limit stay at the peer."""
     sent = 0
 
     async def send(stream: trio.SocketStream, data: bytes) -> None:

@@ -31,7 +31,7 @@ _Pair: TypeAlias = Annotated[int, Meta(ge=0, lt=QUEUE_PAIRS_MAX)]
 
 
 class QueueEnd(msgspec.Struct, array_like=True, frozen=True):
-    """What the other end needs of a queue pair: `mtu` in bytes, `reads`: the READs it answers at once."""
+    """A queue pair as the other end needs it: `mtu` in bytes, `reads`: the READs it answers at once."""
 
     gid: _Gid
     lid: Annotated[int, Meta(ge=0, lt=1 << 16)]
