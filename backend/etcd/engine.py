@@ -18,7 +18,7 @@ from .calls import LAST_KEY, Calls, Watch
 from .client import TRY_S, Client, DirectClient
 from .leases import EtcdLeases
 from .rpc import RANGE, RpcError, Status
-from .transactions import TRANSACTION_OPERATIONS, EtcdTransactions
+from .transactions import COMPARES_MAX, EtcdTransactions, operations_max
 
 PAGE_KEYS = 1000
 _PAGE_RETRIES = 5
@@ -125,13 +125,15 @@ class EtcdEngine:
     def transact(self, compares: Compares, operations: Operations) -> Coroutine[Any, Any, int]:
         """Apply all operations if every compare holds, and return the new revision, which is durable.
 
-        Raises Conflict, after which nothing has changed; LeaseEnded; ValueError for more than
-        TRANSACTION_OPERATIONS compares or operations, or two on one key.
+        Raises Conflict, after which nothing has changed; LeaseEnded; ValueError for more than COMPARES_MAX
+        compares or `operations_max` operations, or two on one key.
         """
         if len(set(map(_KEY, operations))) < len(operations):
             raise ValueError("a key may occur in one operation of a transaction only")
-        if max(len(compares), len(operations)) > TRANSACTION_OPERATIONS:
-            raise ValueError(f"etcd takes {TRANSACTION_OPERATIONS} operations in a transaction")
+        if len(compares) > COMPARES_MAX or len(operations) > operations_max(len(compares)):
+            raise ValueError(
+                f"etcd takes no transaction of {len(compares)} compares and {len(operations)} operations"
+            )
         self.transactions += 1
         return self.fenced.carry_out(compares, operations)
 

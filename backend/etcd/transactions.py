@@ -19,7 +19,18 @@ from typing import NamedTuple
 
 import trio
 
-from ..kv import Compacted, Compares, Conflict, Delete, Empty, Exists, NoSpace, Operations, Put
+from ..kv import (
+    Compacted,
+    Compares,
+    Conflict,
+    Delete,
+    Empty,
+    Exists,
+    NoSpace,
+    Operations,
+    Put,
+    Unchanged,
+)
 from ..pauses import Pauses
 from . import etcd_pb2 as pb
 from .calls import LAST_KEY, Calls, Watch
@@ -28,8 +39,12 @@ from .leases import OWNER_BYTES, EtcdLeases, LeaseEnded
 from .rpc import DELETE, RANGE, REVOKE, TXN, RpcError, Status
 
 FENCE_KIND = b"x"
-# etcd's default --max-txn-ops is 128; one of each is ours.
-TRANSACTION_OPERATIONS = 127
+# etcd's default --max-txn-ops is 128; one compare and one operation are ours.
+COMPARES_MAX = 127
+# More operations are in transactions within the transaction: etcd takes 128 compares, and operations of one
+# of these, together.
+_WITHIN_MAX = 63
+_OPERATIONS_WITHIN_MAX = 64
 # A fence whose lease is not renewed is deleted; a process that lives longer makes another one.
 _FENCE_TTL_S = 3600
 _REVOKE_S = 2.0
@@ -72,7 +87,8 @@ class EtcdTransactions:
         which nothing has changed, and OSError."""
         # Random: no other process can claim this transaction before it is applied.
         identity = self.process + secrets.token_bytes(8)
-        request = self._request_of(compares, [*operations, Put(self.mark, identity)])
+        request = self._request_of(compares, operations)
+        self._add(request, Put(self.mark, identity))
         calls = self._calls
         deadline = trio.current_time() + calls.timeout_s
         since = calls.revision
@@ -136,25 +152,36 @@ class EtcdTransactions:
         for compare in compares:
             asked = request.failure.add().request_range
             asked.key, asked.keys_only = prefix + compare[0], True
-            if isinstance(compare, Empty | Exists):
+            if isinstance(compare, Unchanged):
+                asked.min_mod_revision = after = compare.revision + 1
+                test = request.compare.add(target=pb.Compare.MOD, mod_revision=after)
+                test.result = pb.Compare.LESS
+            elif isinstance(compare, Empty | Exists):
                 test = request.compare.add(target=pb.Compare.CREATE, create_revision=0)
             else:
                 test = request.compare.add(target=pb.Compare.MOD, mod_revision=compare[1])
             test.key = asked.key
-            if isinstance(compare, Empty):
+            if isinstance(compare, Empty | Unchanged):
                 test.range_end = asked.range_end = prefix + compare.end
                 asked.limit = 1
             elif isinstance(compare, Exists):
                 test.result = pb.Compare.GREATER
         request.compare.add(key=self._fence_key, target=pb.Compare.MOD, mod_revision=0)
-        for one in operations:
-            operation = request.success.add()
-            if isinstance(one, Delete):
-                operation.request_delete_range.key = prefix + one.key
-            else:
-                put = operation.request_put
-                put.key, put.value, put.lease = prefix + one.key, one.value, one.lease
+        is_large, within = len(operations) > COMPARES_MAX, request
+        for number, one in enumerate(operations):
+            if is_large and number % _within(len(compares)) == 0:
+                within = request.success.add().request_txn
+            self._add(within, one)
         return request
+
+    def _add(self, request: pb.TxnRequest, one: Put | Delete) -> None:
+        """Add an operation to those that a transaction carries out."""
+        operation, key = request.success.add(), self._calls.prefix + one.key
+        if isinstance(one, Delete):
+            operation.request_delete_range.key = key
+        else:
+            put = operation.request_put
+            put.key, put.value, put.lease = key, one.value, one.lease
 
     async def settle(self) -> None:
         """Return when no transaction can be applied any more whose caller was not told its outcome."""
@@ -258,6 +285,15 @@ class EtcdTransactions:
         raise self._calls.client.timed_out(self._calls.timeout_s)
 
 
+def operations_max(compares: int) -> int:
+    """Return how many operations a transaction with so many compares may have."""
+    return max(COMPARES_MAX, _WITHIN_MAX * _within(compares))
+
+
+def _within(compares: int) -> int:
+    return min(COMPARES_MAX - compares, _OPERATIONS_WITHIN_MAX)
+
+
 def _left_s(deadline: float) -> float:
     return max(deadline - trio.current_time(), 0.0)
 
@@ -273,7 +309,7 @@ def _differing(compares: Compares, answer: pb.TxnResponse) -> bytes | None:
     """Return the key of the first compare that did not hold in a transaction that failed."""
     for compare, response in zip(compares, answer.responses, strict=True):
         found = response.response_range.kvs
-        if isinstance(compare, Empty | Exists):
+        if isinstance(compare, Empty | Exists | Unchanged):
             holds = bool(found) == isinstance(compare, Exists)
         else:
             holds = (found[0].mod_revision if found else 0) == compare[1]

@@ -58,8 +58,16 @@ class Empty(NamedTuple):
     end: bytes
 
 
+class Unchanged(NamedTuple):
+    """A compare: no key with start <= key < end was put after a revision. Some may have been deleted."""
+
+    start: bytes
+    end: bytes
+    revision: int
+
+
 # Each begins with its key. (key, mod_revision): the key was last put by that revision; 0: there is none.
-Compare: TypeAlias = tuple[bytes, int] | Exists | Empty
+Compare: TypeAlias = tuple[bytes, int] | Exists | Empty | Unchanged
 # The two parts of a transaction.
 Compares: TypeAlias = Sequence[Compare]
 Operations: TypeAlias = Sequence[Put | Delete]

@@ -2,6 +2,7 @@
 
 import errno
 from collections.abc import Callable, Collection, Sequence, Set
+from itertools import filterfalse
 
 from ..kv import Compare, Delete, Empty, Exists, Put
 from .inode import Inode, fail, inode_key, name_key, time_key
@@ -22,6 +23,7 @@ class Commit:
     times: Sequence[tuple[int, int | None]] = ()  # (directory, ns; None: its inode record has them)
     within: Collection[int] = ()  # directories that must exist
     fixed: Sequence[Inode] = ()  # inodes that must not have changed
+    sources: Sequence[Inode] = ()  # files that must have a name, and the same content
     local = False  # a change of local orphans, which is not stored
     may_wait = False  # it can be answered before it is stored (see deferred)
     stores = False  # it stores new files that no other mount sees yet
@@ -58,18 +60,22 @@ def operations(commit: Commit) -> list[Put | Delete]:
 
 
 def compares(commit: Commit, is_ours: Callable[[int], bool]) -> list[Compare]:
-    """Return the conditions of the transaction. `is_ours`: nobody else makes names in a directory, which
-    the caller compares. Raises OSError ENAMETOOLONG."""
+    """Return the conditions of the transaction. `is_ours`: nobody else makes names in a directory, changes
+    its record or removes it, which the caller compares. Raises OSError ENAMETOOLONG."""
     known: dict[bytes, int] = {}
+    is_all_ours = bool(commit.names)
     for (parent, name, _), revision in zip(commit.names, commit.revisions, strict=True):
-        known[name_key(parent, name)] = revision
+        if revision or not is_ours(parent):
+            known[name_key(parent, name)] = revision
+            is_all_ours = False
     for inode in (*commit.inodes, *commit.gone, *commit.fixed):
-        known[inode_key(inode.ino)] = inode.revision
+        if inode.revision or not is_all_ours:
+            known[inode_key(inode.ino)] = inode.revision
     found: list[Compare] = [*known.items()]
-    found += map(Exists, map(inode_key, commit.within))
+    found += map(Exists, map(inode_key, filterfalse(is_ours, commit.within)))
     for inode in commit.gone:
         if inode.is_dir and not is_ours(inode.ino):
             found.append(Empty(name_key(inode.ino, b""), name_key(inode.ino + 1, b"")))
     if len(found) > _COMPARES_MAX:
-        raise fail(errno.ENAMETOOLONG, "a directory cannot be moved that deep")
+        raise fail(errno.ENAMETOOLONG, "more records decide it than a transaction compares")
     return found

@@ -37,11 +37,13 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-# etcd takes 127 operations and as many compares in a transaction. Some compare the claims of directories.
-_OPERATIONS_MAX = 100
+# A transaction compares the claims of so many directories, and so much in all, which leaves room for so
+# many operations. Every process takes these in at once. Etcd accepts 1.5 MiB, keys and all.
+_DIRECTORIES_MAX = 50
+_COMPARES_MAX = 60
+_OPERATIONS_MAX = 2000
+_BYTES_MAX = 1 << 19
 _LOST_OPERATIONS_MAX = 60
-_DIRECTORIES_MAX = 20
-_COMPARES_MAX = 127
 # A change waits so long for others, or until there are so many: storing them takes time from who made them
 # and goes on.
 _GATHER_S = 0.8
@@ -62,6 +64,7 @@ class _Change(NamedTuple):
     number: int
     made_s: float  # trio.current_time()
     operations: dict[bytes, Put | Delete]
+    size_bytes: int  # of the values
     claims: dict[int, int]
     removed: int
 
@@ -119,9 +122,15 @@ class Deferred:
         is_empty = not (self._changes or self._under_way)
         return is_empty or trio.current_time() < self._stored_s + _OVERDUE_S
 
-    def add(self, commit: Commit, changes: Sequence[Put | Delete], within: Iterable[int]) -> None:
-        """Apply a commit, and defer its `changes` of records, which concern files in these directories
-        alone. Raises OSError."""
+    def add(
+        self,
+        commit: Commit,
+        changes: Sequence[Put | Delete],
+        size_bytes: int,
+        within: Iterable[int],
+    ) -> None:
+        """Apply a commit, and defer its `changes` of records, with values of so many bytes, which concern
+        files in these directories alone. Raises OSError."""
         now_s = trio.current_time()
         if not (self._changes or self._under_way):
             self._stored_s = now_s
@@ -133,7 +142,8 @@ class Deferred:
         self.count += 1
         claims = {directory: self._claims.revision(directory) for directory in within}
         removed = next((one.ino for one in commit.gone if one.is_dir), 0)
-        change = _Change(self.count, now_s, {one.key: one for one in changes}, claims, removed)
+        operations = {one.key: one for one in changes}
+        change = _Change(self.count, now_s, operations, size_bytes, claims, removed)
         self._changes.append(change)
         self._waiting.update(change.operations.keys())
         self._first.set()
@@ -153,6 +163,7 @@ class Deferred:
         keys += map(inode_key, commit.within)
         keys += [time_key(ino) for ino, time_ns in commit.times if time_ns is None]
         keys += [inode_key(one.ino) for one in (*commit.inodes, *commit.gone, *commit.fixed)]
+        keys += [inode_key(ino) for one in commit.sources for ino in (one.ino, one.parent)]
         return any(key in self._waiting or key in self._under_way for key in keys)
 
     def _news(self, events: Sequence[Event]) -> Sequence[Event]:
@@ -278,12 +289,14 @@ class Deferred:
 
     def _first_of(self, changes: Collection[_Change], operations_max: int) -> _Some:
         """Return the first changes, as many as a transaction takes, at least one."""
-        some = _Some([], {}, set())
+        some, size = _Some([], {}, set()), 0
         for change in changes:
             more = change.operations.keys() - some.operations.keys()
+            size += change.size_bytes
             if some.changes and (
                 len(some.operations) + len(more) > operations_max
                 or len(some.claims | change.claims.keys()) > _DIRECTORIES_MAX
+                or size > _BYTES_MAX
             ):
                 break
             some.changes.append(change)

@@ -69,6 +69,8 @@ class InodeNumbers:
         self._writable = writable
         self.wanted = {subvolume_of(writable.start)} if writable else set()
         self._left: dict[int, range] = {}  # by subvolume
+        # In a restored etcd others may take them, too.
+        engine.calls.trust_listeners.append(self._left.clear)
         self._taking = trio.Lock()
 
     def new(self, directory: int) -> int:

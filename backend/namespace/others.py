@@ -8,7 +8,10 @@ from .commit import Commit
 
 
 class Hub(Protocol):
-    """The source of changes to a shared engine in this process (see replica)."""
+    """The source of changes to a shared engine in this process (see replica). The replica has everything up
+    to the revision `applied`."""
+
+    applied: int
 
     async def wait_applied(self, revision: int) -> None:
         """Return when the replica has everything up to a revision."""

@@ -405,7 +405,7 @@ class Planner:
         commit, directory, now = Commit(), self._tree.inode(parent), now_ns()
         if directory.nlink == 0:
             raise fail(errno.ENOENT)
-        inodes, names, gone, fixed = list[Inode](), [], list[Inode](), [directory]
+        inodes, names, gone, sources = list[Inode](), [], list[Inode](), list[Inode]()
         for name, source, made in wanted:
             found, inode = self._tree.inode(source.ino), made.copy()
             if found.version != source.version or not found.nlink:
@@ -418,11 +418,11 @@ class Planner:
             if shares and inode.extent:
                 inode.origin = found.origin or found.ino
                 self._tree.clones.in_use = True
-                fixed.append(found)
+                sources.append(found)
             inodes.append(inode)
             names.append((parent, name, inode.ino))
         commit.inode, commit.inodes, commit.names, commit.gone = inodes[0], inodes, names, gone
-        commit.fixed, commit.times = fixed, ((parent, now),)
+        commit.fixed, commit.sources, commit.times = (directory,), sources, ((parent, now),)
         if self._quotas.in_use and (above := self._quotas.above(parent)):
             if len(wanted) > 1:
                 raise fail(errno.E2BIG, "quotas count one file at a time")

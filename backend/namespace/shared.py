@@ -23,10 +23,10 @@ from typing import TYPE_CHECKING, Final
 import trio
 
 from ...inline import detach
-from ..kv import Compare, Conflict, Put
+from ..kv import Compare, Conflict, Put, Unchanged
 from .commit import Commit, compares, operations
 from .deferred import Deferred
-from .inode import Inode, fail, time_key
+from .inode import Inode, fail, inode_key, time_key
 from .numbers import ALL_INOS, InodeNumbers, Spent
 from .others import Claims, Hub
 from .tree import Tree
@@ -42,7 +42,11 @@ _PAUSE_FIRST_S = 0.002
 _PAUSE_DOUBLED_MAX = 6
 # A transaction of new files compares two records for each, and etcd accepts 128 compares.
 _STORED_AT_ONCE = 50
-# Larger records are not deferred. etcd accepts 1.5 MiB in a transaction.
+# Files with numbers as near as this are compared together, and with what is between them; so many compares
+# are made at most.
+_GAP_MAX = 8
+_SOURCES_MAX = 40
+# Larger changes are not deferred.
 _DEFERRED_BYTES_MAX = 8192
 # The directory and the name, of an entry of Commit.names; the directory, of one of Commit.times.
 _NAME_OF: Final = itemgetter(0, 1)
@@ -150,6 +154,7 @@ class SharedCommitter:
         tree, claims, kept = self._tree, self._claims, commit.kept
         directories = self._directories(commit)
         conditions = compares(commit, lambda one: claims is not None and claims.revision(one) > 0)
+        conditions += self._unchanged(commit.sources)
         changes = operations(commit)
         keys = [one.key for one in changes if not one.key.startswith(b"t")]
         touched = [(ino, tree.records.get(time_key(ino))) for ino, ns in commit.times if ns is None]
@@ -250,15 +255,16 @@ class SharedCommitter:
             return False
         self._add_names(commit)
         changes = operations(commit)
+        size_bytes = 0
         for one in changes:
-            size = len(one.value) if isinstance(one, Put) else 0
-            if one.key in self._under_way or size > _DEFERRED_BYTES_MAX:
+            size_bytes += len(one.value) if isinstance(one, Put) else 0
+            if one.key in self._under_way or size_bytes > _DEFERRED_BYTES_MAX:
                 return False
         if commit.new is not None and commit.new.is_dir:
             changes += claims.making(commit.new.ino)
         for directory in removed:
             changes += claims.removing(directory)
-        deferred.add(commit, changes, directories)
+        deferred.add(commit, changes, size_bytes, directories)
         return True
 
     def _check(self, commit: Commit) -> None:
@@ -338,6 +344,23 @@ class SharedCommitter:
         return commit if commit.inodes else None
 
     # -- what a commit concerns ------------------------------------------------------------------
+
+    def _unchanged(self, files: Sequence[Inode]) -> list[Compare]:
+        """Return the conditions under which these files have the same content and a name: their records
+        were not put, and their directories, whose times would have changed, lost no names. Raises OSError
+        E2BIG."""
+        found, applied, last = list[Compare](), self._hub.applied, 0
+        for ino in sorted(inode.ino for inode in files):
+            first = found.pop()[0] if found and ino - last <= _GAP_MAX else inode_key(ino)
+            found.append(Unchanged(first, inode_key(ino + 1), applied))
+            last = ino
+        for directory in {inode.parent for inode in files}:
+            time = time_key(directory)
+            found.append((inode_key(directory), self._tree.inodes[directory].revision))
+            found.append(Unchanged(time, time + b"\0", applied))
+        if len(found) > _SOURCES_MAX:
+            raise fail(errno.E2BIG, "they are too far apart")
+        return found
 
     def _directories(self, commit: Commit) -> tuple[int, ...]:
         """Return the directories that a commit changes, or whose inodes it changes."""

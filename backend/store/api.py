@@ -16,8 +16,9 @@ if TYPE_CHECKING:
     from .remote.locks import SharedLocks
     from .remote.versions import Freshness
 
-# etcd takes 128 compares in a transaction: two for each file, and those of groups and directories.
-TOGETHER_MAX = 30
+# A transaction has two operations for each file, and compares the claims of their directories.
+TOGETHER_MAX = 500
+TOGETHER_DIRECTORIES_MAX = 40
 _TRIES_MAX = 100
 
 

@@ -17,8 +17,9 @@ from ._files import RENAME_EXCHANGE, StrPath, look_up, open_to_read, rename
 
 _DRAFTS_XATTR = "user.irdmafs.drafts"
 _CLONE_XATTR = "user.irdmafs.clone"
-# A mount makes so many files at a time.
-_TOGETHER = 30
+# A mount is asked to make so many files at a time; where it refuses, so many groups of them, by turns.
+_TOGETHER = 400
+_GROUPS = 20
 _COPIED_BYTES = 1 << 20
 # A file to be copied: its path, that of the copy, and its status.
 _File = tuple[str, str, os.stat_result]
@@ -129,13 +130,14 @@ class _Copying:
             self._copy_files(files[first : first + _TOGETHER], directory)
 
     def _copy_files(self, files: Sequence[_File], directory: str) -> None:
-        """Have files share their bytes, together or else each by itself; copy one that cannot."""
+        """Have files share their bytes, together or else in smaller groups; copy one that cannot."""
         if _share(files, directory):
             self.shared += [status.st_size for _, _, status in files]
             return
         if len(files) > 1:
-            for file in files:
-                self._copy_files([file], directory)
+            some = -(-len(files) // _GROUPS)
+            for first in range(0, len(files), some):
+                self._copy_files(files[first : first + some], directory)
             return
         ((path, made, status),) = files
         with (

@@ -8,14 +8,14 @@ directory above gets another name; at umount.
 
 import errno
 import logging
-from collections.abc import Awaitable, Callable, Iterable
+from collections.abc import Awaitable, Callable, Iterable, Iterator
 
 import trio
 
 from ..backend.kv import Conflict
 from ..backend.namespace import ROOT_INO
 from ..backend.pauses import Pauses
-from ..backend.store.api import TOGETHER_MAX
+from ..backend.store.api import TOGETHER_DIRECTORIES_MAX, TOGETHER_MAX
 from ..inline import detach
 from .host import Host, OnHost
 from .nodes import Handle
@@ -25,7 +25,7 @@ from .put_off import PutOff
 log = logging.getLogger(__name__)
 
 # A file waits so long for others, or until there are many.
-_GATHER_S = 0.2
+_GATHER_S = 0.8
 _AT_ONCE = 4
 _RETRY_FIRST_S = 0.1
 _RETRY_MAX_S = 5.0
@@ -72,8 +72,8 @@ class Drafts(OnHost):
         async with self._storing:
             wanted = [each for each in wanted if put_off.handles.get(each.node.ino) is each]
             small = [*filter(self._is_small, wanted)]
-            for first in range(0, len(small), TOGETHER_MAX):
-                await self._store_together(small[first : first + TOGETHER_MAX])
+            for some in self._batches(small):
+                await self._store_together(some)
             errors: list[OSError] = []
             limit = trio.CapacityLimiter(_AT_ONCE)
             async with trio.open_nursery() as nursery:
@@ -106,6 +106,17 @@ class Drafts(OnHost):
             and not self._store.namespace.quotas.of(content.ino)
             and 0 < self._table.stat(content).st_size <= self._store.small_bytes
         )
+
+    def _batches(self, handles: Iterable[Handle]) -> Iterator[list[Handle]]:
+        """Split files into as many as are stored together."""
+        some, directories = list[Handle](), set[int]()
+        for handle in handles:
+            directories.add(self._inodes[handle.node.ino].parent)
+            if len(some) == TOGETHER_MAX or len(directories) > TOGETHER_DIRECTORIES_MAX:
+                yield some
+                some, directories = [], {self._inodes[handle.node.ino].parent}
+            some.append(handle)
+        yield some
 
     def _has_to_be_stored(self, handle: Handle) -> bool:
         content = handle.content

@@ -9,8 +9,6 @@ from .content import Content, State
 from .host import Host, OnHost
 from .nodes import Handle
 
-# So many are not waited for any longer.
-_MANY = 4 * TOGETHER_MAX
 # So many files wait, and so many bytes: who closes more of them stores his own. Another host that looks
 # waits for all of them, and takes a host that needs longer than two leases for dead.
 _FILES_MAX = 1000
@@ -44,7 +42,7 @@ class PutOff(OnHost):
             return False
         self.handles[inode.ino], self._sizes[inode.ino], self._bytes = handle, size, total
         self.any.set()
-        if len(self.handles) >= _MANY:
+        if len(self.handles) >= TOGETHER_MAX:
             self.many.set()
         return True
 
@@ -73,5 +71,5 @@ class PutOff(OnHost):
         self._bytes -= self._sizes.pop(handle.node.ino)
         if not self.handles:
             self.any = trio.Event()
-        if len(self.handles) < _MANY:
+        if len(self.handles) < TOGETHER_MAX:
             self.many = trio.Event()

@@ -17,7 +17,6 @@ from typing import Final
 
 from ..backend.namespace import Inode, NewClone, acl, fail
 from ..backend.namespace.inode import is_name
-from ..backend.store.api import TOGETHER_MAX
 from ..callers.processes import CAP_CHOWN, Credentials
 from ..inline import detach
 from .calls import Caller
@@ -26,6 +25,7 @@ from .since import Since
 from .superblock import Part, Superblock
 
 _CODE_BYTES: Final = 16
+_FILES_MAX: Final = 500
 
 
 class Clones(Part):
@@ -92,8 +92,8 @@ class Clones(Part):
         except (ValueError, TypeError, AttributeError, RecursionError):
             raise fail(errno.EINVAL, "it is no list of names and tickets") from None
         names = {name for name, *_ in found if is_name(name)}
-        if not 0 < len(found) == len(names) <= TOGETHER_MAX:
-            raise fail(errno.EINVAL, f"it is no list of 1 to {TOGETHER_MAX} names")
+        if not 0 < len(found) == len(names) <= _FILES_MAX:
+            raise fail(errno.EINVAL, f"it is no list of 1 to {_FILES_MAX} names")
         return found
 
 

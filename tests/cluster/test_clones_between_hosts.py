@@ -52,7 +52,7 @@ def test_a_directory_is_cloned_in_few_transactions_and_no_bytes(
     transactions = counters(here)["transactions"]
     done = client.clone(here / "source", here / "clone")
     assert done[0::2] == (FILES + 1, 0)
-    assert counters(here)["transactions"] - transactions < 20
+    assert counters(here)["transactions"] - transactions < 14
     for number in range(FILES):
         assert (there / "clone" / f"{number}").read_bytes() == pattern(number, 100_000)
     assert (there / "clone" / "striped").read_bytes() == pattern(FILES, 5 * MIB)

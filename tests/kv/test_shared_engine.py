@@ -9,7 +9,8 @@ from harness.seeds import seeded
 from test_failing_etcd import history
 
 from irdmafs.backend.etcd.engine import EtcdEngine
-from irdmafs.backend.kv import Compare, Conflict, Delete, Empty, Exists, KeyValue, Put
+from irdmafs.backend.etcd.transactions import COMPARES_MAX, operations_max
+from irdmafs.backend.kv import Compare, Conflict, Delete, Empty, Exists, KeyValue, Put, Unchanged
 
 END = b"\xff"
 
@@ -108,6 +109,8 @@ async def test_the_first_compare_that_fails_is_named_nothing_changes(engine: Etc
         ([Exists(b"a"), Exists(b"none"), (b"a", 0)], b"none"),
         ([Exists(b"a"), Empty(b"b", b"c")], b"b"),
         ([Empty(b"c", b"d"), Empty(b"d", b"e"), Exists(b"none")], b"d"),
+        ([Unchanged(b"a", b"b", first), Unchanged(b"a", b"c", first), Exists(b"none")], b"a"),
+        ([Unchanged(b"b", b"c", first), Exists(b"none")], b"b"),
     ]
     for compares, key in cases:
         changes: list[Put | Delete] = [Put(b"a", b"9"), Delete(b"b")]
@@ -118,9 +121,33 @@ async def test_the_first_compare_that_fails_is_named_nothing_changes(engine: Etc
     assert await contents(engine) == {b"a": b"1", b"b": b"2", b"d\0": b""}
     assert await engine.barrier() == second
     right: list[Compare] = [(b"a", first), (b"b", second), (b"none", 0), Exists(b"a")]
+    right += [Unchanged(b"a", b"e", second), Unchanged(b"none", b"nonf", 0)]
     right.append(Empty(b"c", b"d"))
     third = await engine.transact(right, [Put(b"none", b"3")])
     assert third == await engine.barrier() > second
+    await engine.close()
+
+
+@pytest.mark.parametrize("compares", [0, 60, 100, COMPARES_MAX])
+async def test_the_largest_transaction_is_one_change_or_none(
+    engine: EtcdEngine, compares: int
+) -> None:
+    since = await engine.transact((), [Put(b"gone", b"")])
+    keys = [b"k%05d" % number for number in range(operations_max(compares) - 1)]
+    operations = [*(Put(key, key) for key in keys), Delete(b"gone")]
+    held: list[Compare] = [(b"none%d" % number, 0) for number in range(compares)]
+    if compares:
+        with pytest.raises(Conflict):
+            await engine.transact([*held[:-1], Exists(b"none")], operations)
+        assert await engine.barrier() == since
+    with pytest.raises(ValueError, match="no transaction of"):
+        await engine.transact(held, [*operations, Put(b"more", b"")])
+    revision = await engine.transact(held, operations)
+    async for change in engine.watch(b"a", b"l", since):
+        assert change.revision == revision
+        assert {event.key for event in change.events} == {*keys, b"gone"}
+        break
+    assert await contents(engine) == dict(zip(keys, keys, strict=True))
     await engine.close()
 
 

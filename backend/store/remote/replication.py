@@ -16,11 +16,12 @@ from functools import partial
 import trio
 
 from ...files.sparse import allocated_bytes
-from ...kv import Compare, Conflict
+from ...kv import Compare, Conflict, Unchanged
 from ...model.placement import group_of
 from ...model.records import NO_CONTENT, SIZE_MAX, ContentId, session_of
 from ...namespace import Inode, NewVersion, Outdated, fail
 from ...observe.logs import log_failure
+from ...transport.messages import PUTS_MAX
 from .cluster import Cluster
 from .figures import PublishFigures
 from .layouts import Layouts, Space
@@ -128,14 +129,18 @@ class Publisher:
             try:
                 for placed, _, _ in begun:
                     self._contents.publishing.add(placed.extent)
-                await put_together(self._cluster, [transfer for _, transfer, _ in begun])
-                guards: set[Compare] = {self._session.compare()}
-                for _, transfer, _ in begun:
-                    guards.update(await transfer.complete())
+                known, groups = self._cluster.replica.applied, set[bytes]()
+                transfers = [transfer for _, transfer, _ in begun]
+                for first in range(0, len(transfers), PUTS_MAX):
+                    await put_together(self._cluster, transfers[first : first + PUTS_MAX])
+                for transfer in transfers:
+                    groups.update([compare[0] for compare in await transfer.complete()])
+                unchanged = Unchanged(min(groups), max(groups) + b"\0", known)
                 sent = [placed._replace(digests=each.digests) for placed, each, _ in begun]
                 is_asked = True
                 with trio.CancelScope(shield=True):
-                    inodes = await self._namespace.publish_together(sent, [*guards])
+                    guards: list[Compare] = [self._session.compare(), unchanged]
+                    inodes = await self._namespace.publish_together(sent, guards)
             except BaseException as error:
                 is_asked = is_asked and not isinstance(error, Conflict)
                 for placed, transfer, _ in begun:

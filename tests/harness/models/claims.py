@@ -184,7 +184,9 @@ class Model(Machine[State]):
             return self._changed(state, claim=NOBODY) if etcd.claim == number else state
         if self.rules.names_compare_claim and etcd.claim != flight.claim:
             return state
-        if (self.rules.stores_compare_name or flight.kind == "make") and etcd.name != flight.name:
+        compares_name = self.rules.stores_compare_name or flight.kind == "make"
+        # Nobody else has made the name as long as the claim is the host's own.
+        if compares_name and flight.claim != number and etcd.name != flight.name:
             return state
         if flight.kind == "publish":
             if number in etcd.ended:
