@@ -130,7 +130,9 @@ class EtcdEngine:
         """
         if len(set(map(_KEY, operations))) < len(operations):
             raise ValueError("a key may occur in one operation of a transaction only")
-        if len(compares) > COMPARES_MAX or len(operations) > operations_max(len(compares)):
+        if max(len(compares), len(operations)) > COMPARES_MAX and (
+            len(compares) > COMPARES_MAX or len(operations) > operations_max(len(compares))
+        ):
             raise ValueError(
                 f"etcd takes no transaction of {len(compares)} compares and {len(operations)} operations"
             )

@@ -87,8 +87,7 @@ class EtcdTransactions:
         which nothing has changed, and OSError."""
         # Random: no other process can claim this transaction before it is applied.
         identity = self.process + secrets.token_bytes(8)
-        request = self._request_of(compares, operations)
-        self._add(request, Put(self.mark, identity))
+        request = self._request_of(compares, operations, Put(self.mark, identity))
         calls = self._calls
         deadline = trio.current_time() + calls.timeout_s
         since = calls.revision
@@ -145,9 +144,9 @@ class EtcdTransactions:
             self._drop_fence(fence)
             was_cut_off = True
 
-    def _request_of(self, compares: Compares, operations: Operations) -> pb.TxnRequest:
+    def _request_of(self, compares: Compares, operations: Operations, mark: Put) -> pb.TxnRequest:
         """Return a transaction, and for each compare the question that tells, if it fails, whether the
-        compare held. The compare of the fence is the last one."""
+        compare held. The compare of the fence is the last one, and so is the operation `mark`."""
         prefix, request = self._calls.prefix, pb.TxnRequest()
         for compare in compares:
             asked = request.failure.add().request_range
@@ -167,21 +166,15 @@ class EtcdTransactions:
             elif isinstance(compare, Exists):
                 test.result = pb.Compare.GREATER
         request.compare.add(key=self._fence_key, target=pb.Compare.MOD, mod_revision=0)
-        is_large, within = len(operations) > COMPARES_MAX, request
-        for number, one in enumerate(operations):
-            if is_large and number % _within(len(compares)) == 0:
-                within = request.success.add().request_txn
-            self._add(within, one)
+        if len(operations) <= COMPARES_MAX:
+            _fill(request, prefix, [*operations, mark])
+            return request
+        at_once = _within(len(compares))
+        for first in range(0, len(operations), at_once):
+            within = request.success.add().request_txn
+            _fill(within, prefix, operations[first : first + at_once])
+        _fill(request, prefix, [mark])
         return request
-
-    def _add(self, request: pb.TxnRequest, one: Put | Delete) -> None:
-        """Add an operation to those that a transaction carries out."""
-        operation, key = request.success.add(), self._calls.prefix + one.key
-        if isinstance(one, Delete):
-            operation.request_delete_range.key = key
-        else:
-            put = operation.request_put
-            put.key, put.value, put.lease = key, one.value, one.lease
 
     async def settle(self) -> None:
         """Return when no transaction can be applied any more whose caller was not told its outcome."""
@@ -283,6 +276,17 @@ class EtcdTransactions:
             history.close()
         self._calls.check_open()
         raise self._calls.client.timed_out(self._calls.timeout_s)
+
+
+def _fill(request: pb.TxnRequest, prefix: bytes, operations: Operations) -> None:
+    """Have a transaction carry out operations."""
+    for one in operations:
+        operation = request.success.add()
+        if isinstance(one, Delete):
+            operation.request_delete_range.key = prefix + one.key
+        else:
+            put = operation.request_put
+            put.key, put.value, put.lease = prefix + one.key, one.value, one.lease
 
 
 def operations_max(compares: int) -> int:

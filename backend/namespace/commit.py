@@ -1,8 +1,7 @@
 """One transaction on the directory tree: a list of record changes, and the conditions for it."""
 
 import errno
-from collections.abc import Callable, Collection, Sequence, Set
-from itertools import filterfalse
+from collections.abc import Collection, Sequence, Set
 
 from ..kv import Compare, Delete, Empty, Exists, Put
 from .inode import Inode, fail, inode_key, name_key, time_key
@@ -59,22 +58,25 @@ def operations(commit: Commit) -> list[Put | Delete]:
     return found
 
 
-def compares(commit: Commit, is_ours: Callable[[int], bool]) -> list[Compare]:
-    """Return the conditions of the transaction. `is_ours`: nobody else makes names in a directory, changes
-    its record or removes it, which the caller compares. Raises OSError ENAMETOOLONG."""
+def compares(commit: Commit, ours: Set[int]) -> list[Compare]:
+    """Return the conditions of the transaction. `ours`: directories in which nobody else makes names, and
+    whose records nobody else changes or removes, which the caller compares. Raises OSError
+    ENAMETOOLONG."""
     known: dict[bytes, int] = {}
     is_all_ours = bool(commit.names)
     for (parent, name, _), revision in zip(commit.names, commit.revisions, strict=True):
-        if revision or not is_ours(parent):
+        if revision or parent not in ours:
             known[name_key(parent, name)] = revision
             is_all_ours = False
     for inode in (*commit.inodes, *commit.gone, *commit.fixed):
         if inode.revision or not is_all_ours:
             known[inode_key(inode.ino)] = inode.revision
     found: list[Compare] = [*known.items()]
-    found += map(Exists, map(inode_key, filterfalse(is_ours, commit.within)))
+    for directory in commit.within:
+        if directory not in ours:
+            found.append(Exists(inode_key(directory)))
     for inode in commit.gone:
-        if inode.is_dir and not is_ours(inode.ino):
+        if inode.is_dir and inode.ino not in ours:
             found.append(Empty(name_key(inode.ino, b""), name_key(inode.ino + 1, b"")))
     if len(found) > _COMPARES_MAX:
         raise fail(errno.ENAMETOOLONG, "more records decide it than a transaction compares")

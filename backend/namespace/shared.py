@@ -153,8 +153,10 @@ class SharedCommitter:
         record that it depends on has changed. Raises Conflict if that is one of the guards."""
         tree, claims, kept = self._tree, self._claims, commit.kept
         directories = self._directories(commit)
-        conditions = compares(commit, lambda one: claims is not None and claims.revision(one) > 0)
-        conditions += self._unchanged(commit.sources)
+        ours = set(filter(claims.revision, commit.made_in)) if claims is not None else set()
+        conditions = compares(commit, ours)
+        if commit.sources:
+            conditions += self._unchanged(commit.sources)
         changes = operations(commit)
         keys = [one.key for one in changes if not one.key.startswith(b"t")]
         touched = [(ino, tree.records.get(time_key(ino))) for ino, ns in commit.times if ns is None]

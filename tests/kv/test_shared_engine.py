@@ -134,14 +134,15 @@ async def test_the_largest_transaction_is_one_change_or_none(
 ) -> None:
     since = await engine.transact((), [Put(b"gone", b"")])
     keys = [b"k%05d" % number for number in range(operations_max(compares) - 1)]
-    operations = [*(Put(key, key) for key in keys), Delete(b"gone")]
+    operations: list[Put | Delete] = [*(Put(key, key) for key in keys), Delete(b"gone")]
     held: list[Compare] = [(b"none%d" % number, 0) for number in range(compares)]
     if compares:
         with pytest.raises(Conflict):
             await engine.transact([*held[:-1], Exists(b"none")], operations)
         assert await engine.barrier() == since
-    with pytest.raises(ValueError, match="no transaction of"):
-        await engine.transact(held, [*operations, Put(b"more", b"")])
+    for too_much in ((held, [*operations, Put(b"more", b"")]), ([Exists(b"gone")] * 128, ())):
+        with pytest.raises(ValueError, match="no transaction of"):
+            await engine.transact(*too_much)
     revision = await engine.transact(held, operations)
     async for change in engine.watch(b"a", b"l", since):
         assert change.revision == revision
