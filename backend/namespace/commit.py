@@ -72,12 +72,10 @@ def compares(commit: Commit, ours: Set[int]) -> list[Compare]:
         if inode.revision or not is_all_ours:
             known[inode_key(inode.ino)] = inode.revision
     found: list[Compare] = [*known.items()]
-    for directory in commit.within:
-        if directory not in ours:
-            found.append(Exists(inode_key(directory)))
-    for inode in commit.gone:
-        if inode.is_dir and inode.ino not in ours:
-            found.append(Empty(name_key(inode.ino, b""), name_key(inode.ino + 1, b"")))
+    found += map(Exists, map(inode_key, {*commit.within} - ours))
+    if commit.gone:
+        removed = [one.ino for one in commit.gone if one.is_dir and one.ino not in ours]
+        found += [Empty(name_key(ino, b""), name_key(ino + 1, b"")) for ino in removed]
     if len(found) > _COMPARES_MAX:
         raise fail(errno.ENAMETOOLONG, "more records decide it than a transaction compares")
     return found
