@@ -1,5 +1,6 @@
 """Clones in a cluster: files that name one content, on two hosts."""
 
+import contextlib
 import os
 import shutil
 import time
@@ -7,6 +8,7 @@ from contextlib import closing
 from pathlib import Path
 
 import pytest
+from harness.beside import repeating
 from harness.cloned_files import ClonedFiles
 from harness.clusters import MIB, Cluster, Plan, counters
 from harness.mountpoint import eventually
@@ -137,6 +139,34 @@ def test_random_clones_and_changes_on_two_hosts(pair: list[Path]) -> None:
         for _ in range(STEPS):
             files.step()
         files.check_all()
+
+
+def test_files_that_another_host_replaces_and_removes_are_cloned_whole(
+    here: Path, there: Path
+) -> None:
+    """A node would free the content of a file that was removed while it was cloned."""
+    random, clones = seeded(), list[Path]()
+    (here / "source").mkdir()
+
+    def change(number: int, version: int) -> None:
+        path = there / "source" / f"{number}"
+        if random.random() < 0.3:
+            path.unlink(missing_ok=True)
+        else:
+            path.write_bytes(f"{number}.{version}\n".encode() * 200)
+
+    for number in range(20):
+        change(number, 0)
+    with repeating(lambda: change(random.randrange(20), random.randrange(1000))):
+        while len(clones) < 6:
+            with contextlib.suppress(FileNotFoundError):  # a name that was listed has gone
+                client.clone(here / "source", here / f"{len(clones)}")
+                clones.append(there / f"{len(clones)}")
+    shutil.rmtree(there / "source")
+    for path in [path for clone in clones for path in clone.iterdir()]:
+        lines = path.read_bytes().splitlines()
+        assert len(lines) == 200 and len(set(lines)) == 1
+        assert lines[0].startswith(f"{path.name}.".encode())
 
 
 def test_clones_that_a_killed_mount_was_making_are_whole_or_not_there(
