@@ -140,7 +140,7 @@ class Device:
         self._counters.message_bytes += len(data)
 
     async def put_all(self, puts: Sequence[messages.Put]) -> None:
-        """Store small extents, PUTS_MAX at most and PUT_BYTES_MAX together, on this node; they are sealed
+        """Store small extents, PUTS_MAX at most and PUTS_BYTES_MAX together, on this node; they are sealed
         when this returns. Each may be there, or not, when it raises OSError."""
         await self.link.ask(messages.PutAll([*puts]), messages.Done)
         self._counters.message_bytes += sum(len(put.data) for put in puts)

@@ -24,7 +24,7 @@ T = TypeVar("T")
 VERSION = 9
 
 PUT_BYTES_MAX = 1 << 20
-PUTS_MAX = 64
+PUTS_MAX, PUTS_BYTES_MAX = 64, 4 << 20
 # An answer to Get ends when it is this long; the caller requests the rest again.
 GET_BYTES_MAX = 8 << 20
 GET_EXTENTS_MAX = 4096

@@ -23,7 +23,7 @@ from ...namespace import Inode, NewVersion
 from ...observe.logs import log_failure
 from ...transport import Distrusted, Extent, Fenced, FileRange, Target, Unreachable, nothing_landed
 from ...transport.device import Device
-from ...transport.messages import PUT_BYTES_MAX, PUTS_MAX, Put, in_batches
+from ...transport.messages import PUTS_BYTES_MAX, PUTS_MAX, Put, in_batches
 from ...unwrap import first_error
 from .cluster import Cluster, for_each_stripe
 
@@ -371,7 +371,7 @@ async def put_together(cluster: Cluster, transfers: Iterable[Transfer]) -> None:
                 by_node.setdefault(node, []).append((transfer, *begun))
 
     async def send(node: int, parcels: list[tuple[Transfer, GroupConfig, Put]]) -> None:
-        for some in in_batches(parcels, lambda one: len(one[2].data), PUTS_MAX, PUT_BYTES_MAX):
+        for some in in_batches(parcels, lambda one: len(one[2].data), PUTS_MAX, PUTS_BYTES_MAX):
             try:
                 await cluster.peers.device(node).put_all([put for _, _, put in some])
             except OSError as error:
