@@ -3,8 +3,8 @@
 import errno
 import os
 from collections import Counter
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Mapping, Sequence
-from typing import Annotated, Any, TypedDict
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable
+from typing import Annotated, TypedDict
 
 import msgspec
 import trio
@@ -16,10 +16,9 @@ from ..kv import KeyValue, end_of
 from ..kv.faults import Fault, FaultReport, Faults
 from ..model import placement
 from ..model.groups import degraded, leader
-from ..model.policy import LEVELS, Candidate
-from ..model.records import GROUP_BUCKET_BITS, Count, GroupConfig, Layout, Report
+from ..model.policy import LEVELS
+from ..model.records import GROUP_BUCKET_BITS, Count, GroupConfig, Report
 from ..model.values import ConfigError
-from ..namespace import Inode
 from ..transport.peers import Peers, open_peers
 from .config import ClusterConfig
 from .group_configs import Groups
@@ -186,33 +185,12 @@ class Cluster:
         some = {fault.what: fault for report in reports for fault in report.some}
         return max(len(some), *(report.number for report in reports)), [*some.values()]
 
-    def plan(self, candidates: Sequence[Candidate], held: Mapping[int, int]) -> dict[str, Any]:
-        """Return what the groups' leaders would copy with these nodes; `held` are the groups' bytes."""
-        moves = placement.plan(self.groups, self._target_with(candidates), held)
-        arriving: Counter[int] = Counter()
-        for move in moves:
-            arriving[move.to] += move.bytes
-        return {
-            "moves": [
-                {
-                    "group": f"{move.group:x}",
-                    "from": f"{move.source:016x}" if move.source else None,
-                    "to": f"{move.to:016x}",
-                    "bytes": move.bytes,
-                }
-                for move in moves
-            ],
-            "bytes": arriving.total(),
-            "bytes_kept": sum(
-                held.get(group, 0) * len(config.in_sync) for group, config in self.groups.items()
-            ),
-            "seconds_about": round(max(arriving.values(), default=0) / self._rate, 1),
-        }
-
-    def _target_with(self, candidates: Sequence[Candidate]) -> Callable[[int], tuple[int, ...]]:
-        """Return the targets of each group if these were the nodes."""
+    def misplaced(self) -> int:
+        """Return how many replicas the groups' leaders have still to copy to the nodes that should keep
+        them."""
         buckets, rules = self.members.settings.buckets, self.members.policies
-        # The pool has no targets in etcd yet.
+        candidates = self.members.candidates()
+        # For pools that have no targets in etcd yet.
         fresh = placement.Placement(candidates, buckets, rules)
         targets: dict[int, placement.Targets] = {}
         for pool, (known, _) in self.members.targets.items():
@@ -222,11 +200,11 @@ class Cluster:
             if rule is not None:
                 made = placement.retargeted(known, pool, candidates, buckets, rule, known.target)
             targets[pool] = made or known
-
-        def target(group: int) -> tuple[int, ...]:
-            return targets.get(group >> GROUP_BUCKET_BITS, fresh).target(group)
-
-        return target
+        return sum(
+            node not in config.in_sync
+            for group, config in self.groups.items()
+            for node in targets.get(group >> GROUP_BUCKET_BITS, fresh).target(group)
+        )
 
 
 async def read_cluster(engine: EtcdEngine, rebalance_rate: int) -> Cluster:
@@ -316,29 +294,8 @@ async def name_files(found: Cluster, engine: EtcdEngine) -> None:
             found.paths[ino] = os.fsdecode(b"/" + b"/".join(reversed(parts)))
 
 
-async def read_group_bytes(engine: EtcdEngine, buckets: int) -> dict[int, int]:
-    """Return the bytes of one replica of each group, by reading every inode."""
-    held, seen = Counter[int](), set[int]()
-    async for page in _pages(engine, b"i", b"j"):
-        held.update(placement.bytes_of_groups(_layouts(page, seen), buckets))
-    return dict(held)
-
-
 async def _pages(engine: EtcdEngine, start: bytes, end: bytes) -> AsyncIterator[list[KeyValue]]:
     """Yield the records of a range, which may be too many to be held at once."""
     while page := await engine.range(start, end, _SCAN_KEYS):
         yield page
         start = page[-1].key + b"\0"
-
-
-def _layouts(page: Iterable[KeyValue], seen: set[int]) -> Iterable[tuple[Layout, int]]:
-    """Yield layout and size of each content that was not `seen` before."""
-    for record in page:
-        try:
-            ino = int.from_bytes(record.key[1:], "big")
-            inode = Inode.decode(ino, record.value, record.mod_revision)
-        except msgspec.DecodeError:
-            continue  # nodes and mounts tell of it
-        if inode.extent and inode.extent not in seen:
-            seen.add(inode.extent)
-            yield inode.layout, inode.size

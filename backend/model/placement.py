@@ -9,15 +9,14 @@ towards the targets (groups.next_step).
 
 import hashlib
 import struct
-from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from operator import attrgetter
-from typing import Annotated, NamedTuple
+from typing import Annotated
 
 import msgspec
 
 from .policy import LEVELS, REPLICAS_MAX, Candidate, Policy, policy_of_rule
-from .records import GROUP_BUCKET_BITS, STRIPE_GROUPS_MAX, GroupConfig, Layout, Number
+from .records import GROUP_BUCKET_BITS, STRIPE_GROUPS_MAX, Layout, Number
 
 # Groups of a pool. Each is a key of some 40 bytes that every process keeps, and changes on its own
 # when a node dies: few, and yet one group is a small part of a node's load with up to 50 nodes.
@@ -219,43 +218,3 @@ def _domains(nodes: Sequence[Candidate], levels: Sequence[str]) -> list[list[int
             column.append(numbers.setdefault(name, len(numbers)))
         result.append(column)
     return result
-
-
-# --- what is to be moved
-
-
-class Move(NamedTuple):
-    """One replica that is to be copied to `to`. `source` leaves the group for it; 0: the group has too few
-    replicas, so no node leaves."""
-
-    group: int
-    source: int
-    to: int
-    bytes: int
-
-
-def bytes_of_groups(files: Iterable[tuple[Layout, int]], buckets: int) -> dict[int, int]:
-    """Return the bytes of one replica of each group, from the layouts and sizes of all files."""
-    held: Counter[int] = Counter()
-    for layout, size in files:
-        for stripe in range(layout.stripes(size)):
-            held[group_of(layout, stripe, buckets)] += layout.span(size, stripe)[1]
-    return dict(held)
-
-
-def plan(
-    configs: Mapping[int, GroupConfig],
-    target: Callable[[int], Sequence[int]],
-    held: Mapping[int, int] | None = None,
-) -> list[Move]:
-    """Return what the leaders would copy to bring every group to its target (`Placement.target`); joining
-    nodes count as empty. `held` are the groups' bytes."""
-    moves = []
-    for group, config in sorted(configs.items()):
-        wanted = target(group)
-        leaving = [node for node in config.in_sync if node not in wanted] if wanted else []
-        for node in wanted:
-            if node not in config.in_sync:
-                source = leaving.pop() if leaving else 0
-                moves.append(Move(group, source, node, held.get(group, 0) if held else 0))
-    return moves

@@ -1,10 +1,9 @@
-"""Print a cluster for people: its state, planned moves, and progress bars."""
+"""Print a cluster for people: its state, and progress bars."""
 
 from __future__ import annotations
 
 import sys
 import time
-from collections import Counter
 from collections.abc import Mapping
 from typing import Any, Self
 
@@ -18,7 +17,6 @@ _NODE_COLUMNS = (
     *("node", "state", "address", "where", "weight"),
     *("primary", "in sync", "joining", "used", "free", "scrubbed"),
 )
-_MOVES_SHOWN = 20
 _LINE_PERIOD_S = 5.0
 
 
@@ -112,32 +110,6 @@ def _scrubbed(node: Mapping[str, Any]) -> str:
     if age_s is None:
         return "never" if "wrong_extents" in node else "-"
     return f"{human_duration(age_s)} ago"
-
-
-def print_moves(plan: Mapping[str, Any]) -> None:
-    """Print planned moves for people: for each pair of nodes, the largest first."""
-    replicas: Counter[tuple[str, str]] = Counter()
-    sizes: Counter[tuple[str, str]] = Counter()
-    for move in plan["moves"]:
-        pair = move["from"] or "(missing)", move["to"]
-        replicas[pair] += 1
-        sizes[pair] += move["bytes"]
-    if not replicas:
-        print("nothing to move: everything is where it should be")
-        return
-    pairs = sorted(replicas, key=lambda pair: (-sizes[pair], pair))
-    print_table(
-        ("from", "to", "groups", "bytes"),
-        [(*pair, f"{replicas[pair]:,}", human_bytes(sizes[pair])) for pair in pairs[:_MOVES_SHOWN]],
-    )
-    if len(pairs) > _MOVES_SHOWN:
-        print(f"... and {len(pairs) - _MOVES_SHOWN} more pairs of nodes (--json lists all)")
-    kept = plan["bytes_kept"]
-    share = f" of {human_bytes(kept)} ({plan['bytes'] / kept:.1%})" if kept else ""
-    print(
-        f"in all {replicas.total():,} replicas of groups, {human_bytes(plan['bytes'])}{share}, "
-        f"about {human_duration(plan['seconds_about'])}"
-    )
 
 
 class Progress:

@@ -7,24 +7,13 @@ import os
 import re
 import tempfile
 import time
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import click
 
 from ..backend.model.values import counted, human_bytes
 from ..mount_options import MountError
-from .cluster import (
-    WATCH_PERIOD_S,
-    ask,
-    config_option,
-    consent,
-    json_option,
-    load,
-    print_json,
-    read_state,
-    say,
-    with_etcd,
-)
+from .cluster import WATCH_PERIOD_S, ask, config_option, consent, load, read_state, say, with_etcd
 from .status import one_line
 
 if TYPE_CHECKING:
@@ -241,64 +230,34 @@ def admit(node: str, config_path: str | None) -> None:
 
 
 @click.command()
-@click.option("--dry-run", is_flag=True, help="Only say what would move.")
-@click.option("--without", "leaving", multiple=True, metavar="NODE",
-              help="With --dry-run: as if this node were drained.")  # fmt: skip
-@click.option("--add", "new", type=click.IntRange(1, 1000), metavar="COUNT",
-              help="With --dry-run: as if so many nodes joined.")  # fmt: skip
-@json_option
 @config_option
-def rebalance(
-    dry_run: bool, leaving: tuple[str, ...], new: int | None, as_json: bool, config_path: str | None
-) -> None:
-    """Wait until every file is on the store nodes that should keep it, or say what would move.
+def rebalance(config_path: str | None) -> None:
+    """Wait until every file is on the store nodes that should keep it.
 
     Nodes move files by themselves, at their --rebalance-rate, when nodes come, go or are drained.
     """
-    from .cluster_status import Progress, print_moves
+    import trio
 
-    if (leaving or new) and not dry_run:
-        raise click.UsageError("--without and --add are for --dry-run")
-    if as_json and not dry_run:
-        raise click.UsageError("--json is for --dry-run")
+    from .cluster_status import Progress
+
     config = load(config_path)
 
-    async def dry(engine: EtcdEngine) -> dict[str, Any]:
-        from ..backend.cluster.overview import read_group_bytes
-        from ..backend.model.policy import Candidate
-
-        found = await read_state(config, engine)
-        settings = found.members.settings
-        assert settings is not None
-        gone = {found.find_node(name) for name in leaving}
-        candidates = [c for c in found.members.candidates() if c.node not in gone]
-        # The ids of new nodes are random anyway.
-        candidates += (Candidate(number, 1.0, {}) for number in range(1, (new or 0) + 1))
-        held = await read_group_bytes(engine, settings.buckets)
-        return found.plan(candidates, held)
-
     async def wait(engine: EtcdEngine) -> None:
-        import trio
-
         total = 0
         with Progress("rebalancing", "replicas", 0) as progress:
             while True:
                 found = await read_state(config, engine)
                 if not found.members.candidates():
                     raise MountError("no store node is up that could take anything")
-                left = len(found.plan(found.members.candidates(), {})["moves"])
+                left = found.misplaced()
                 total = max(total, left)
                 progress.update(total - left, total)
                 if not left:
                     return
                 await trio.sleep(WATCH_PERIOD_S)
 
-    if not dry_run:
-        with_etcd(config, wait)
-        say("everything is where it should be")
-        return
-    plan = with_etcd(config, dry)
-    (print_json if as_json else print_moves)(plan)
+    with_etcd(config, wait)
+    say("everything is where it should be")
 
 
 @click.command()

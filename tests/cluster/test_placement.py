@@ -12,11 +12,9 @@ from irdmafs.backend.model.placement import (
     BUCKETS,
     Placement,
     Targets,
-    bytes_of_groups,
     group_of,
     local_seed,
     place_all,
-    plan,
     policy_of,
     pool_of,
     replicas_of,
@@ -24,7 +22,7 @@ from irdmafs.backend.model.placement import (
     seed_of,
 )
 from irdmafs.backend.model.policy import POLICIES_MAX, Candidate, Policy, parse_policy, policy_id
-from irdmafs.backend.model.records import STRIPE_GROUPS_MAX, GroupConfig, Layout, decode, encode
+from irdmafs.backend.model.records import STRIPE_GROUPS_MAX, Layout, decode, encode
 
 FILES = 10_000
 REPLICAS = 2
@@ -201,8 +199,6 @@ def test_stripes_use_a_bounded_number_of_groups() -> None:
     groups = [group_of(layout, stripe, BUCKETS) for stripe in range(1000)]
     assert len(set(groups)) == STRIPE_GROUPS_MAX
     assert {replicas_of(group) for group in groups} == {REPLICAS}
-    held = bytes_of_groups([(layout, (1000 << 20) - 5)], BUCKETS)
-    assert sum(held.values()) == (1000 << 20) - 5
 
 
 def test_a_group_number_says_policy_and_replicas() -> None:
@@ -308,15 +304,3 @@ def test_the_first_targets_start_from_where_groups_are() -> None:
         len(set(there[i]) & set(targets.target(REPLICAS << 16 | i))) for i in range(BUCKETS)
     )
     assert stayed >= 0.79 * BUCKETS * REPLICAS  # a fifth moves
-
-
-def test_plan_lists_what_is_copied_and_who_gives_a_place_up() -> None:
-    wanted = {1: (1, 2), 2: (3, 1), 3: (1, 2), 4: ()}
-    configs = {
-        1: GroupConfig(1, (1, 2)),
-        2: GroupConfig(1, (1, 2)),
-        3: GroupConfig(1, (1,), (2,)),
-        4: GroupConfig(1, (1, 9)),
-    }
-    moves = plan(configs, lambda group: wanted[group], {2: 500})
-    assert moves == [(2, 2, 3, 500), (3, 0, 2, 0)]
