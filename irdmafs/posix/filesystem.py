@@ -23,15 +23,14 @@ class Filesystem:
     """
 
     def __init__(self, block: Superblock, locking: Locking, status: Status, *, acls: bool) -> None:
-        store = block.store
-        self._namespace = store.namespace
-        self.processes = block.processes
+        self.cache = cache = block.cache
+        self._namespace = cache.host.store.namespace
+        self.processes = cache.processes
         self.coherence = block.coherence
         self.atimes = block.atimes
-        self.cache = block.cache
         self.locking = locking
-        shared = store.freshness is not None
-        self.waits = Waits(store.namespace, block.processes, block.kernel, shared=shared)
+        shared = cache.host.store.freshness is not None
+        self.waits = Waits(self._namespace, cache.processes, cache.kernel, shared=shared)
         since = Since(block, self.waits)
         self.names = Names(block, since)
         self.metadata = block.metadata

@@ -21,22 +21,25 @@ from .permissions import CAPABILITY, SET_IDS, mode_left, privileges_of, refuse_s
 _GENERATION: Final = 2**31 - 1
 
 
-class Metadata:
-    """Shows and changes what stat(2) and statfs(2) show, and makes the kernel ask for it again."""
+class Operations:
+    """The base of the operations about one thing: the objects of one mounted filesystem."""
 
     def __init__(
         self, cache: Cache, coherence: Coherence, atimes: Atimes, options: MountOptions
     ) -> None:
-        self._store = store = cache.host.store
-        self._namespace = store.namespace
-        self._inodes = store.namespace.inodes
         self._cache = cache
+        self._store = cache.host.store
+        self._namespace = self._store.namespace
+        self._inodes = self._namespace.inodes
         self._nodes = cache.nodes
         self._processes = cache.processes
         self._coherence = coherence
-        self._options = options
-        self._umask = options.umask or 0
         self._atimes = atimes
+        self._options = options
+
+
+class Metadata(Operations):
+    """Shows and changes what stat(2) and statfs(2) show, and makes the kernel ask for it again."""
 
     # -- shown -----------------------------------------------------------------------------------
 
@@ -61,7 +64,7 @@ class Metadata:
                 look = looks.look_of(content, inode)
                 entry.st_size, entry.st_blocks, entry.st_mtime_ns, entry.st_ctime_ns = look
         options = self._options
-        entry.st_mode = mode & ~self._umask
+        entry.st_mode = mode & ~(options.umask or 0)
         entry.st_nlink = inode.nlink
         node.told = privileges_of(inode) if mode & SET_IDS or inode.xattrs else 0
         entry.st_uid = inode.uid if options.uid is None else options.uid

@@ -42,10 +42,8 @@ class Since(Part):
     def __init__(self, block: Superblock, waits: Waits) -> None:
         super().__init__(block)
         self._waits = waits
-        self._kernel = block.kernel
-        self._options = block.options
         # None where nobody else changes the namespace.
-        self._freshness = block.store.freshness
+        self._freshness = self._store.freshness
         # Nodes that the kernel keeps although it asks for the names again: those since it was made to drop
         # them, and those that it was to drop.
         self._found: set[int] = set()
@@ -73,7 +71,7 @@ class Since(Part):
         self._pruned = in_use | self._found
         self._found.clear()
         self._prune_at = len(in_use) + _PRUNE_EVERY
-        self._kernel.prune(list(self._pruned))
+        self._cache.kernel.prune(list(self._pruned))
 
     def refuse(self, directory: Inode, name: bytes) -> None:
         """Raise OSError EPERM if a name that is to be made or removed is a link."""

@@ -96,7 +96,7 @@ class Xattrs(Part):
         self._clones = clones
         self._status = status
         self._acls = acls
-        self._refusals = _Refusals(block.namespace)
+        self._refusals = _Refusals(self._namespace)
 
     async def setxattr(
         self,
