@@ -44,8 +44,6 @@ class NodeReport(TypedDict, total=False):
     credential_problems: list[str]
     quarantined_extents: Count
     quarantined_bytes: Count
-    etcd_grown_seconds: _Finite
-    etcd_grown_bytes: int
     scrub_share: _Finite | None
     scrub_age_s: _Finite | None
 

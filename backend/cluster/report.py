@@ -239,12 +239,7 @@ def _node_json(found: Cluster, node: int) -> dict[str, Any]:
 
 
 def _etcd_json(found: Cluster) -> dict[str, Any]:
-    """Return the room of each member of etcd, and its growth as the node knows that watches longest."""
-    reports = found.reports.values()
-    grown = (
-        (one.get("etcd_grown_seconds", 0.0), one.get("etcd_grown_bytes", 0)) for one in reports
-    )
-    seconds, size = max(grown, default=(0, 0))
+    """Return the room of each member of etcd."""
     alarms: set[str] = set()
     members: dict[str, dict[str, Any]] = {}
     for address, room in found.etcd_room.items():
@@ -253,12 +248,7 @@ def _etcd_json(found: Cluster) -> dict[str, Any]:
             members[address] = room._asdict()
         else:
             members[address] = {"error": room.strerror or str(room)}
-    return {
-        "alarms": sorted(alarms),
-        "members": members,
-        "grown_bytes": size,
-        "grown_seconds": round(seconds, 1),
-    }
+    return {"alarms": sorted(alarms), "members": members}
 
 
 def _told_of(record: MountRecord) -> dict[str, Any]:

@@ -29,9 +29,8 @@ log = logging.getLogger(__name__)
 HISTORY_KEPT_S = 600.0
 FORGET_PERIOD_S = 120.0
 _FORGET_TIMEOUT_S = 10.0
-# How often etcd is asked for its room, and over what time its growth is told.
+# How often etcd is asked for its room.
 _ROOM_PERIOD_S = 30.0
-_GROWTH_S = 3600.0
 _ALARMS = ("CORRUPT", "NOSPACE")
 
 
@@ -166,8 +165,6 @@ class EtcdFigures:
     etcd_file_bytes: int = gauge("Size of etcd's file, which its quota limits")
     etcd_used_bytes: int = gauge("Bytes of etcd's file in use")
     etcd_quota_bytes: int = gauge("etcd's quota; 0: not known")
-    etcd_grown_bytes: int = gauge("Growth of what etcd has in use, in etcd_grown_seconds")
-    etcd_grown_seconds: float = gauge("Time in which the growth was seen, an hour at most")
     etcd_alarms: dict[str, int] = gauges("1 for an alarm of etcd that is raised", "alarm")
 
 
@@ -177,7 +174,6 @@ class EtcdWatch:
     def __init__(self, engine: EtcdEngine) -> None:
         self._engine = engine
         self.figures = EtcdFigures()
-        self._seen: deque[tuple[float, int]] = deque()  # times, and the bytes in use then
         self._told: tuple[object, ...] = (False,)  # the alarms, and whether there was a fault
 
     async def run(self) -> None:
@@ -189,14 +185,8 @@ class EtcdWatch:
     async def look(self) -> None:
         """Ask etcd once. Raises OSError."""
         room = await self._engine.admin.room.here()
-        seen, now = self._seen, time.monotonic()
-        seen.append((now, room.used_bytes))
-        while seen[0][0] < now - _GROWTH_S:
-            seen.popleft()
-        since, before = seen[0]
-        file, used, quota = room.file_bytes, room.used_bytes, room.quota_bytes
         alarms = {alarm: int(alarm in room.alarms) for alarm in _ALARMS}
-        self.figures = EtcdFigures(file, used, quota, used - before, now - since, alarms)
+        self.figures = EtcdFigures(room.file_bytes, room.used_bytes, room.quota_bytes, alarms)
         fault = remedy(room)
         kind = (*room.alarms, bool(fault))
         if kind != self._told:

@@ -53,7 +53,7 @@ def print_cluster(data: Mapping[str, Any]) -> None:
 
 
 def _etcd_line(room: Mapping[str, Any]) -> str:
-    """Return the room of the fullest member of etcd, and how much of it went lately."""
+    """Return the room of the fullest member of etcd."""
     members = [one for one in room["members"].values() if "file_bytes" in one]
     if not members:
         return "not known"
@@ -61,12 +61,6 @@ def _etcd_line(room: Mapping[str, Any]) -> str:
     text = f"{human_bytes(fullest['file_bytes'])}, {human_bytes(fullest['used_bytes'])} in use"
     if fullest["quota_bytes"]:
         text += f", quota {human_bytes(fullest['quota_bytes'])}"
-    if room["grown_seconds"]:
-        grown = int(room["grown_bytes"])
-        text += (
-            f"; {'less' if grown < 0 else 'more'} by {human_bytes(abs(grown))} in "
-            f"{human_duration(room['grown_seconds'])}"
-        )
     alarms = ", ".join(room["alarms"])
     return f"ALARM {alarms}; {text}" if alarms else text
 

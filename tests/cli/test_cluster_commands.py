@@ -130,7 +130,7 @@ ODD = {"scrub_age_s": math.nan, "more": b"no text"}
 LIES: list[dict[str, Any]] = [
     ODD, {"bytes": "many"}, {"scrub_age_s": 1e300}, {"wrong_files": [1]}, {"pools_in_use": [[1]]},
     {"damaged_records": ""}, {"quarantined_bytes": -1}, {"credential_problems": [1]},
-    {"etcd_grown_seconds": 1e300}, {"resync_bytes_per_s": -1},
+    {"resync_bytes_per_s": -1},
 ]  # fmt: skip
 
 
