@@ -15,7 +15,6 @@ import trio
 
 from ...inline import detach
 from ..files.extents import ExtentStore, Pinned, in_memory, lock_directory
-from ..kv import Damaged
 from ..kv.map import Map
 from ..model.records import NO_CONTENT, ContentId, Layout
 from ..namespace import Inode, LocalCommitter, Namespace, NewClone, NewVersion, Tree, fail
@@ -23,9 +22,7 @@ from .api import Store, copy_of, save_aside
 
 log = logging.getLogger(__name__)
 
-# The names in a store directory, and what stores had before.
-_NAMES = "names"
-_FORMER = "kv.sqlite"
+_NAMES = "names"  # in a store directory
 _HERE = Layout()
 
 
@@ -37,11 +34,6 @@ async def embedded_store(directory: str) -> AsyncIterator["EmbeddedStore"]:
     """
     os.makedirs(directory, mode=0o700, exist_ok=True)
     with os.fdopen(lock_directory(directory, "store is in use by another daemon")):
-        if os.path.lexists(f"{directory}/{_FORMER}"):
-            raise Damaged(
-                f"{directory} was made by an irdmafs before 0.2, which this one cannot read. Nothing was "
-                "changed. Mount it with that version and copy the files out, or start with an empty store"
-            )
         waits = not in_memory(directory)
         with (
             closing(Map(f"{directory}/{_NAMES}", power_safe=waits)) as records,

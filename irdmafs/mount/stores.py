@@ -47,7 +47,7 @@ _SIZE_MIN_BYTES = 1 << 20
 _TMPFS_FLAGS = mounting.MS_NOSUID | mounting.MS_NODEV
 # A file in a cache, with the path of the configuration that its mount was given.
 _CLUSTER_FILE = "cluster"
-_ENTRIES = re.compile(r"names.*|kv\.sqlite.*|extents|lock|open|mountpoint|cluster|irdmafs\.log.*")
+_ENTRIES = re.compile(r"names.*|extents|lock|open|mountpoint|cluster|irdmafs\.log.*")
 OF_NODES = re.compile(
     r"extents|incoming|held|quarantine|lock|\w+\.json.*|irdmafs\.log.*|lost\+found"
 )
@@ -56,7 +56,6 @@ Purpose = Literal["mount", "cache", "node"]
 _PURPOSES: tuple[tuple[str, Purpose], ...] = (
     ("node.json", "node"),
     ("names", "mount"),
-    ("kv.sqlite", "mount"),
     (_CLUSTER_FILE, "cache"),
 )
 _OWNERS: dict[Purpose, str] = {

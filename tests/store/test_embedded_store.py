@@ -274,13 +274,6 @@ def test_a_directory_on_tmpfs_is_known_to_be_in_memory() -> None:
     assert not lies_in_memory("/proc")
 
 
-def test_a_store_that_an_older_irdmafs_made_is_refused_and_left_as_it_is(tmp_path: Path) -> None:
-    (tmp_path / "kv.sqlite").write_bytes(b"SQLite format 3")
-    with pytest.raises(Damaged, match="copy the files out"), Store(tmp_path):
-        pass
-    assert sorted(os.listdir(tmp_path)) == ["kv.sqlite", "lock"]
-
-
 # -- starting ----------------------------------------------------------------------------------------
 
 HOLDER = """
