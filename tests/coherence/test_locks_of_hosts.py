@@ -72,11 +72,6 @@ def counting(pair: list[Path], process: TakeProcess) -> Two:
     return _both(process, pair, "count")
 
 
-@pytest.fixture
-def locking(pair: list[Path], process: TakeProcess) -> Two:
-    return _both(process, pair, "lock")
-
-
 def test_ranges_exclude_each_other_between_hosts(on_hosts: Two) -> None:
     one, other = on_hosts
     assert one.do("try_lock(fd, fcntl.LOCK_EX, 10, 10)")
@@ -222,9 +217,9 @@ refused
 
 
 def test_try_is_refused_at_once_by_a_holder_and_by_one_that_is_stopped_in_the_end(
-    failing: ClusterMount, locking: Two
+    failing: ClusterMount, on_hosts: Two
 ) -> None:
-    holder, tries = locking
+    holder, tries = on_hosts
     holder.do("fcntl.flock(fd, fcntl.LOCK_EX)")
     for _ in range(20):
         assert not tries.do("try_flock(fd, fcntl.LOCK_EX)")
@@ -399,10 +394,10 @@ def _both(process: TakeProcess, pair: list[Path], name: str) -> Two:
 
 
 def test_locks_of_a_host_that_dies_or_is_cut_off_go_with_its_session(
-    cluster: Cluster, failing: ClusterMount, locking: Two, pair: list[Path]
+    cluster: Cluster, failing: ClusterMount, on_hosts: Two, pair: list[Path]
 ) -> None:
     (pair[1] / "count").write_text("0")
-    holder, waiter = locking
+    holder, waiter = on_hosts
     holder.do("fcntl.flock(fd, fcntl.LOCK_EX)")
     # Paused for less than the lease lives: nothing is lost.
     failing.pause()
@@ -431,9 +426,9 @@ def test_locks_of_a_host_that_dies_or_is_cut_off_go_with_its_session(
 
 
 def test_process_that_asks_again_for_a_lost_lock_is_told_first(
-    cluster: Cluster, failing: ClusterMount, locking: Two, pair: list[Path]
+    cluster: Cluster, failing: ClusterMount, on_hosts: Two, pair: list[Path]
 ) -> None:
-    holder, waiter = locking
+    holder, waiter = on_hosts
     holder.do("fcntl.flock(fd, fcntl.LOCK_EX)")
     waiter.start("fcntl.flock(fd, fcntl.LOCK_EX); 'mine'")
     cluster.isolate(failing)

@@ -13,7 +13,7 @@ from collections.abc import Iterator
 from functools import cache
 from typing import Any, NamedTuple
 
-from harness.models.explorer import Broken, Machine
+from harness.models.explorer import Broken, Machine, with_item
 
 NOBODY = -1
 
@@ -127,7 +127,7 @@ class Model(Machine[State]):
         for (label, after), at in found.items():
             if after.made == "kept" != host.made and number in etcd.ended:
                 raise Broken(f"host {number} keeps a file when its session is over")
-            hosts = (*state.hosts[:number], after._replace(applied=at), *state.hosts[number + 1 :])
+            hosts = with_item(state.hosts, number, after._replace(applied=at))
             yield f"host {number} {label}", State(state.past, hosts, state.losses)
 
     def _decide(
@@ -205,9 +205,8 @@ class Model(Machine[State]):
         return state._replace(past=(*state.past, state.etcd._replace(**changes)))
 
     def _with(self, state: State, number: int, **changes: Any) -> State:
-        hosts = list(state.hosts)
-        hosts[number] = hosts[number]._replace(**changes)
-        return state._replace(hosts=tuple(hosts))
+        host = state.hosts[number]._replace(**changes)
+        return state._replace(hosts=with_item(state.hosts, number, host))
 
 
 KEPT = {"a session ends": Bounds(losses=1)}

@@ -7,8 +7,14 @@ from contextlib import contextmanager
 from typing import NamedTuple, Protocol, TypeVar
 
 State = TypeVar("State", bound=Hashable)
+Item = TypeVar("Item")
 
 STATES_MAX = 10_000_000
+
+
+def with_item(row: tuple[Item, ...], at: int, item: Item) -> tuple[Item, ...]:
+    """Return a row with another item at one place."""
+    return (*row[:at], item, *row[at + 1 :])
 
 
 class Machine(Protocol[State]):

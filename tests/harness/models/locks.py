@@ -13,12 +13,10 @@ one away must lead to a lost update or to two hosts inside at once.
 from collections.abc import Iterator
 from fcntl import F_RDLCK, F_WRLCK
 from itertools import permutations
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple
 
-from harness.models.explorer import Broken, Machine
+from harness.models.explorer import Broken, Machine, with_item
 from irdmafs.backend.model.lock_claims import NOTHING, POSIX, Claim, Entry, is_blocked, is_covered
-
-T = TypeVar("T")
 
 IDLE, WANTING, INSIDE, WRITTEN, LOST = "idle", "wanting", "inside", "written", "lost"
 
@@ -184,7 +182,7 @@ class Model(Machine[State]):
         # As _replace does, in half the time: this is most of what the explorer does.
         past, hosts, losses, acknowledged = state
         host = Host(*map(changes.get, Host._fields, hosts[number]))
-        return State(past, _put(hosts, number, host), losses, acknowledged)
+        return State(past, with_item(hosts, number, host), losses, acknowledged)
 
     def _etcd_steps(self, state: State, number: int) -> Iterator[tuple[str, State]]:
         host, etcd = state.hosts[number], state.etcd
@@ -225,8 +223,8 @@ class Model(Machine[State]):
         return etcd._replace(
             revision=etcd.revision + 1,
             guard=guard,
-            entries=_put(etcd.entries, number, NOTHING),
-            leases=_put(etcd.leases, number, etcd.leases[number] + 1),
+            entries=with_item(etcd.entries, number, NOTHING),
+            leases=with_item(etcd.leases, number, etcd.leases[number] + 1),
         )
 
     def _applied(self, etcd: Etcd, number: int, flight: Flight) -> Etcd | None:
@@ -240,7 +238,7 @@ class Model(Machine[State]):
                     f"host {number} makes {flight.value} of {etcd.value}: an update is lost"
                 )
             return etcd._replace(value=flight.value)
-        entries = _put(etcd.entries, number, flight.entry)
+        entries = with_item(etcd.entries, number, flight.entry)
         if flight.kind == "put":
             return etcd._replace(entries=entries)
         if flight.kind == "grow":
@@ -376,10 +374,6 @@ class Model(Machine[State]):
         elif flight.kind in ("put", "remove") and succeeded:
             changes["mine"] = flight.entry
         return self._with(state, number, **changes)
-
-
-def _put(row: tuple[T, ...], at: int, what: T) -> tuple[T, ...]:
-    return (*row[:at], what, *row[at + 1 :])
 
 
 _ONCE, _SHARED = Bounds(rounds=1), Bounds(writers=1, readers=1, rounds=1)

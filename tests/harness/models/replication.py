@@ -16,7 +16,7 @@ protocol demands; taking one away must lead to a state that breaks an invariant 
 from collections.abc import Iterator
 from typing import NamedTuple
 
-from harness.models.explorer import Broken, Machine
+from harness.models.explorer import Broken, Machine, with_item
 from irdmafs.backend.model import groups
 from irdmafs.backend.model.records import GroupConfig
 
@@ -590,8 +590,9 @@ class Model(Machine[State]):
     def _with_node(self, state: State, index: int, node: Node) -> State:
         # As state._replace does, in half the time: this is most of what the explorer does.
         log, nodes, writers, puts, promotions, owed, lost, left = state
-        nodes = (*nodes[:index], node, *nodes[index + 1 :])
-        return State(log, nodes, writers, puts, promotions, owed, lost, left)
+        return State(
+            log, with_item(nodes, index, node), writers, puts, promotions, owed, lost, left
+        )
 
     def _keeping(self, state: State, index: int, sealed: int, torn: int | None = None) -> State:
         """Return the state in which a node keeps these contents, and receives those, as before if None."""
@@ -601,18 +602,13 @@ class Model(Machine[State]):
         )
 
     def _with_writer(self, state: State, index: int, writer: Writer) -> State:
-        log, nodes, writers, puts, promotions, owed, lost, left = state
-        writers = (*writers[:index], writer, *writers[index + 1 :])
-        return State(log, nodes, writers, puts, promotions, owed, lost, left)
+        return state._replace(writers=with_item(state.writers, index, writer))
 
     def _with_put(self, state: State, content: int, config: int) -> State:
-        log, nodes, writers, puts, promotions, owed, lost, left = state
-        puts = puts | {(content, config)}
-        return State(log, nodes, writers, puts, promotions, owed, lost, left)
+        return state._replace(puts=state.puts | {(content, config)})
 
     def _put(self, state: State, etcd: Etcd) -> State:
-        log, nodes, writers, puts, promotions, owed, lost, left = state
-        return State((*log, etcd), nodes, writers, puts, promotions, owed, lost, left)
+        return state._replace(log=(*state.log, etcd))
 
     def show(self, config: int) -> str:
         return self._shown[config]

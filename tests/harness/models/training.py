@@ -11,15 +11,13 @@ one away must lead to a push that counts twice, or never, or to a version made f
 
 from collections.abc import Iterator
 from functools import cache
-from typing import NamedTuple, TypeVar
+from typing import NamedTuple
 
 import msgspec
 
-from harness.models.explorer import Broken, Machine
+from harness.models.explorer import Broken, Machine, with_item
 from irdmafs.train.config import TrainConfig
 from irdmafs.train.plan import Push, first_plan, next_plan, pending
-
-T = TypeVar("T")
 
 
 class Key(NamedTuple):
@@ -139,7 +137,7 @@ class Model(Machine[State]):
     def steps(self, state: State) -> Iterator[tuple[str, State]]:
         for number, worker in enumerate(state.replaced):
             for label, after, then in self._work(state, worker, number):
-                workers = _with(after.replaced, number, then)
+                workers = with_item(after.replaced, number, then)
                 yield f"process {number} of worker 0 {label}", after._replace(replaced=workers)
         for number in range(self._bounds.replaced, self._bounds.workers):
             done = sum(key.worker == f"w{number}" for key in state.acknowledged)
@@ -158,12 +156,12 @@ class Model(Machine[State]):
                 yield f"{key} is removed by its user", after
         for number, process in enumerate(state.coordinators):
             for label, after, now in self._coordinate(state, process):
-                processes = _with(after.coordinators, number, now)
+                processes = with_item(after.coordinators, number, now)
                 yield f"coordinator {number} {label}", after._replace(coordinators=processes)
         for number, process in enumerate(state.reducers):
             shard = number % self._bounds.shards
             for label, after, now in self._reduce(state, process, shard):
-                processes = _with(after.reducers, number, now)
+                processes = with_item(after.reducers, number, now)
                 yield f"reducer {number} {label}", after._replace(reducers=processes)
 
     # -- a worker that is replaced -----------------------------------------------------------------
@@ -176,7 +174,7 @@ class Model(Machine[State]):
             after, step = state, me.step
             if label == "removes":
                 # The other is stopped, or will find its directory gone.
-                after = state._replace(replaced=_with(state.replaced, 0, Worker("ended")))
+                after = state._replace(replaced=with_item(state.replaced, 0, Worker("ended")))
             elif label == "lists":
                 step = max([step, *(key.step for key in state.present if key.worker == "w0")])
             else:
@@ -317,7 +315,7 @@ class Model(Machine[State]):
             if target is None:
                 yield "finds its directory gone", state, Process()
                 return
-            shards = _with(target.shards, shard, me.read)
+            shards = with_item(target.shards, shard, me.read)
             nexts[me.newest + 1, me.attempt] = target._replace(shards=shards)
             yield "writes its shard", state._replace(next=tuple(sorted(nexts.items()))), Process()
 
@@ -410,10 +408,6 @@ def _making(state: State, number: int) -> tuple[int, Made] | None:
     """Return the last attempt to make a version."""
     attempts = [(key[1], made) for key, made in state.next if key[0] == number]
     return attempts[-1] if attempts else None
-
-
-def _with(items: tuple[T, ...], index: int, item: T) -> tuple[T, ...]:
-    return (*items[:index], item, *items[index + 1 :])
 
 
 KEPT = {
