@@ -45,6 +45,13 @@ def test_workers_load_whole_versions_of_a_model_in_several_files(place: Path) ->
     assert [number for number, _ in found] == ["0", "1"]
 
 
+@needs("torch")
+def test_ranks_save_checkpoints_together_that_are_whole(place: Path) -> None:
+    printed = run("checkpoints.py", place, "--steps=5", "--size=1000")
+    assert re.search(r"^loader: [1-5] of 5 versions loaded, 0 mixed$", printed, re.MULTILINE)
+    assert os.listdir(place / ".drafts") == []
+
+
 @needs("sklearn")
 def test_clients_that_differ_learn_all_digits_together(tmp_path: Path) -> None:
     # Without a directory it has a mount as long as it runs.
