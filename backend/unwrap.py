@@ -54,7 +54,7 @@ async def background() -> AsyncIterator[trio.Nursery]:
 
 
 async def for_each(
-    items: Iterable[T], work: Callable[[T], Awaitable[None]], *, at_once: int
+    items: Iterable[T], work: Callable[[T], Awaitable[object]], *, at_once: int
 ) -> None:
     """Do `work` for every item, for so many `at_once`. Errors are raised as a group."""
     places = trio.Semaphore(at_once)

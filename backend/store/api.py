@@ -37,8 +37,6 @@ class Store(Protocol):
     # of a version must not be written then; on one host it is written in place. And files may not be on
     # this host, so `read_into` reads them.
     sends: bool = False
-    # `publish_together` takes contents up to this size; 0: none.
-    small_bytes: int = 0
     # The locks that other hosts see, too; None where there are no others.
     locks: "SharedLocks | None" = None
     # Tells how far the namespace may be believed; None where nobody else changes it.
@@ -77,9 +75,9 @@ class Store(Protocol):
         Raises OSError ENOSPC and EDQUOT, and the present version stays; Outdated."""
 
     async def publish_together(self, versions: Sequence[NewVersion]) -> list[Inode]:
-        """Do as `publish` does, all at once, with contents of `small_bytes` at most, of files that have
-        their names and no version; TOGETHER_MAX at most. Raises OSError, or kv.Conflict: then none of
-        them is known to be a version."""
+        """Do as `publish` does, all at once, with contents of files that have their names and no version;
+        TOGETHER_MAX at most, and none that is empty. Raises OSError, or kv.Conflict: then none of them is
+        known to be a version."""
         raise fail(errno.EOPNOTSUPP)
 
     def holds_alone(self, directory: int) -> bool:

@@ -71,14 +71,14 @@ class Drafts(OnHost):
         await detach()
         async with self._storing:
             wanted = [each for each in wanted if put_off.handles.get(each.node.ino) is each]
-            small = [*filter(self._is_small, wanted)]
-            for some in self._batches(small):
+            together = [*filter(self._goes_with_others, wanted)]
+            for some in self._batches(together):
                 await self._store_together(some)
             errors: list[OSError] = []
             limit = trio.CapacityLimiter(_AT_ONCE)
             async with trio.open_nursery() as nursery:
                 for handle in wanted:
-                    if handle in small and not self._has_to_be_stored(handle):
+                    if handle in together and not self._has_to_be_stored(handle):
                         await self._end(handle)
                     else:
                         nursery.start_soon(self._store_one, handle, limit, errors)
@@ -94,7 +94,7 @@ class Drafts(OnHost):
             ino = inode.parent
         return directory in (ino, ROOT_INO)
 
-    def _is_small(self, handle: Handle) -> bool:
+    def _goes_with_others(self, handle: Handle) -> bool:
         """Return whether a file may be stored with others."""
         content = handle.content
         return (
@@ -104,7 +104,7 @@ class Drafts(OnHost):
             and self._has_to_be_stored(handle)
             and not self._store.hands_over(content.extent)
             and not self._store.namespace.quotas.of(content.ino)
-            and 0 < self._table.stat(content).st_size <= self._store.small_bytes
+            and self._table.stat(content).st_size > 0
         )
 
     def _batches(self, handles: Iterable[Handle]) -> Iterator[list[Handle]]:

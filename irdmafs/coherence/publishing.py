@@ -316,7 +316,7 @@ class Publisher(OnHost):
         return True
 
     async def publish_together(self, contents: Iterable[Content]) -> None:
-        """Publish small contents of new files, of which no descriptor is open, in one transaction; those
+        """Publish contents of new files, of which no descriptor is open, in one transaction; those
         that are not busy. Raises OSError, Conflict: see Store.publish_together."""
         with ExitStack() as ending:
             stats: dict[Content, os.stat_result] = {}

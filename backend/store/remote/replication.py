@@ -12,6 +12,7 @@ import os
 from collections.abc import Sequence
 from contextlib import ExitStack
 from functools import partial
+from itertools import count
 
 import trio
 
@@ -22,6 +23,7 @@ from ...model.records import NO_CONTENT, SIZE_MAX, ContentId, session_of
 from ...namespace import Inode, NewVersion, Outdated, fail
 from ...observe.logs import log_failure
 from ...transport.messages import PUTS_MAX
+from ...unwrap import first_alone, for_each
 from .cluster import Cluster
 from .figures import PublishFigures
 from .layouts import Layouts, Space
@@ -36,6 +38,9 @@ _UNSURE_MAX = 1000
 _RETRY_S = 5.0
 _GIVEN_UP_MAX = 10_000
 _GIVEN_UP_AT_ONCE = 8
+# Of contents that are published together: how many large ones are sent at a time, and how often all are.
+_TOGETHER_AT_ONCE = 4
+_TOGETHER_TRIES = 3
 
 
 class Publisher:
@@ -114,8 +119,8 @@ class Publisher:
                 await self._cluster.replica.barrier()
 
     async def publish_together(self, versions: Sequence[NewVersion]) -> list[Inode]:
-        """Make small contents the next versions of files that no other mount sees yet, in one transaction
-        (see Store.publish_together)."""
+        """Make contents the next versions of files that no other mount sees yet, in one transaction (see
+        Store.publish_together)."""
         session = await self._session.wait_valid(self._cluster.timeout_s)
         begun: list[tuple[NewVersion, Transfer, Inode]] = []
         is_asked = False
@@ -129,20 +134,33 @@ class Publisher:
             try:
                 for placed, _, _ in begun:
                     self._contents.publishing.add(placed.extent)
-                known, groups = self._cluster.replica.applied, set[bytes]()
                 transfers = [transfer for _, transfer, _ in begun]
                 for first in range(0, len(transfers), PUTS_MAX):
                     await put_together(self._cluster, transfers[first : first + PUTS_MAX])
-                for transfer in transfers:
-                    groups.update([compare[0] for compare in await transfer.complete()])
-                unchanged = Unchanged(min(groups), max(groups) + b"\0", known)
-                sent = [placed._replace(digests=each.digests) for placed, each, _ in begun]
-                is_asked = True
-                with trio.CancelScope(shield=True):
-                    guards: list[Compare] = [self._session.compare(), unchanged]
-                    inodes = await self._namespace.publish_together(sent, guards)
+                large = [transfer for transfer in transfers if not transfer.is_small]
+                for attempt in count(1):
+                    known = self._cluster.replica.applied
+                    with first_alone():
+                        await for_each(large, Transfer.complete, at_once=_TOGETHER_AT_ONCE)
+                    guards = [compare for each in transfers for compare in await each.complete()]
+                    groups = [guard[0] for guard in guards]
+                    sent = [placed._replace(digests=each.digests) for placed, each, _ in begun]
+                    unchanged = Unchanged(min(groups), max(groups) + b"\0", known)
+                    is_asked = True
+                    try:
+                        with trio.CancelScope(shield=True):
+                            inodes = await self._namespace.publish_together(
+                                sent, [self._session.compare(), unchanged]
+                            )
+                        break
+                    except Conflict:
+                        is_asked = False
+                        if attempt == _TOGETHER_TRIES or self._session.number != session:
+                            raise
+                        await (
+                            self._cluster.replica.barrier()
+                        )  # a group has changed, maybe of others
             except BaseException as error:
-                is_asked = is_asked and not isinstance(error, Conflict)
                 for placed, transfer, _ in begun:
                     self._failed(placed, transfer, error, is_asked=is_asked)
                 raise

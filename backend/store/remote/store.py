@@ -105,7 +105,6 @@ class RemoteStore:
     sends = True
     waits = True
     size_max = SIZE_MAX
-    small_bytes: int
 
     def __init__(self, cluster: Cluster, rdma: Rdma) -> None:
         self._cluster = cluster
@@ -135,7 +134,7 @@ class RemoteStore:
         self.layout, self.prepare_attribute = layouts.of_name, layouts.prepare_attribute
         self.nodes_of = layouts.nodes_of
         self.allocate, self.publish = publisher.allocate, publisher.publish
-        self.publish_together, self.small_bytes = publisher.publish_together, cluster.small_bytes
+        self.publish_together = publisher.publish_together
         self.holds_alone = cluster.claims.is_exclusive
         self.may_have_published = publisher.may_have_published
         self.bring, self.read_into = versions.bring, versions.read_into
