@@ -10,8 +10,9 @@ import re
 import secrets
 import shutil
 import stat
+import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
@@ -96,7 +97,7 @@ class Versions:
                     clone_all(old.path, path)
             yield path
             self._publish(path, expected)
-            self.tidy()
+            self._tidy_later()
 
     def publish(self, directory: StrPath, *, expected: int | None = None) -> int:
         """Make a directory of this filesystem the next version, and return its number. It loses its old
@@ -113,7 +114,7 @@ class Versions:
                 text = f"It is a part of the versions in {top}: copy it"
                 raise OSError(errno.EPERM, text, directory)
         number = self._publish(directory, expected)
-        self.tidy()
+        self._tidy_later()
         return number
 
     def _publish(self, directory: StrPath, expected: int | None) -> int:
@@ -155,31 +156,40 @@ class Versions:
     def tidy(self) -> None:
         """Remove the versions before the ``keep`` newest, and the drafts of programs that were killed, but
         nothing that somebody holds. What cannot be removed is logged."""
+        _remove(self._put_aside())
+
+    def _tidy_later(self) -> None:
+        """Do as tidy() does, but have a thread remove the files: nobody waits for that. If the program is
+        killed, who tidies next removes the rest."""
+        if aside := self._put_aside():
+            threading.Thread(target=_remove, args=(aside,)).start()
+
+    def _put_aside(self) -> list[str]:
+        """Move what is to be removed to where nobody looks for it; return the paths."""
+        found = list[str]()
         try:
             numbers = [str(number) for number in self.numbers()]
             old, kept = {*numbers[: -self.keep]}, {*numbers[-self.keep :]}
             names = {*os.listdir(self._held), *os.listdir(self._drafts), *old} - kept
         except OSError as error:
             log.warning("old versions in %s stay: %s", self.directory, error)
-            return
+            return found
         for name in names:
+            version = os.path.join(self._versions, name)
+            aside = os.path.join(self._drafts, secrets.token_hex(8))
             try:
-                self._remove(name, is_old=name in old)
+                with self._locked(name, _locks.WRITE, waits=False) as held:
+                    if held < 0 or (name not in old and os.path.lexists(version)):
+                        continue  # somebody holds it, or it was published since
+                    with contextlib.suppress(FileNotFoundError):
+                        # In one change: nobody sees a part of it, and no host that was cut off publishes
+                        # the rest.
+                        rename(version if name in old else os.path.join(self._drafts, name), aside)
+                        found.append(aside)
+                    os.unlink(os.path.join(self._held, name))
             except OSError as error:
                 log.warning("%s in %s stays: %s", name, self.directory, error)
-
-    def _remove(self, name: str, *, is_old: bool) -> None:
-        """Remove an old version or a draft, and the file by which it is held; unless somebody holds it."""
-        version = os.path.join(self._versions, name)
-        aside = os.path.join(self._drafts, secrets.token_hex(8))
-        with self._locked(name, _locks.WRITE, waits=False) as held:
-            if held < 0 or (not is_old and os.path.lexists(version)):
-                return  # it was published since
-            with contextlib.suppress(FileNotFoundError):
-                # In one change: nobody sees a part of it, and no host that was cut off publishes the rest.
-                rename(version if is_old else os.path.join(self._drafts, name), aside)
-                shutil.rmtree(aside)
-            os.unlink(os.path.join(self._held, name))
+        return found
 
     def _make(self) -> None:
         # The directory itself is not made: where nothing is mounted it would be in a strange place.
@@ -284,6 +294,16 @@ class Versions:
                 with contextlib.suppress(OSError):
                     _locks.lock(fd, _locks.NONE)
                 os.close(fd)
+
+
+def _remove(directories: Iterable[str]) -> None:
+    for directory in directories:
+        try:
+            shutil.rmtree(directory)
+        except FileNotFoundError:
+            log.debug("%s is being removed by another program, too", directory)
+        except OSError as error:
+            log.warning("%s stays: %s", directory, error)
 
 
 def _is_directory(path: str) -> bool:
