@@ -102,7 +102,6 @@ class Drafts(OnHost):
             and handle in self._put_off.released
             and content.writers == 1
             and self._has_to_be_stored(handle)
-            and not self._store.hands_over(content.extent)
             and not self._store.namespace.quotas.of(content.ino)
             and self._table.stat(content).st_size > 0
         )

@@ -316,12 +316,16 @@ class Publisher(OnHost):
         return True
 
     async def publish_together(self, contents: Iterable[Content]) -> None:
-        """Publish contents of new files, of which no descriptor is open, in one transaction; those
-        that are not busy. Raises OSError, Conflict: see Store.publish_together."""
+        """Publish contents of new files, of which no descriptor is open, in one transaction; those that
+        nobody uses. Raises OSError, Conflict: see Store.publish_together."""
         with ExitStack() as ending:
             stats: dict[Content, os.stat_result] = {}
             for content in contents:
-                if not content.is_busy and content.ino not in self._turns:
+                leaves = self._store.hands_over(content.extent)
+                is_held = leaves and content.holds > 1
+                if not (is_held or content.is_busy or content.ino in self._turns):
+                    content.leaves = leaves
+                    ending.callback(setattr, content, "leaves", False)
                     content.locked().acquire_nowait()
                     ending.callback(content.locked().release)
                     ending.callback(self._end_turn, content.ino, self._begin_turn(content))

@@ -7,13 +7,14 @@ import re
 from pathlib import Path
 
 import pytest
-from harness.clusters import LONG_LEASE_S, MIB, Cluster, Plan
+from harness.clusters import LONG_LEASE_S, MIB, Cluster, Plan, counters
 from harness.errors import fails_with
 from harness.mountpoint import eventually
 from harness.patterns import pattern
 from harness.processes import Process, TakeProcess
 
 from irdmafs.backend.files.extents import LENT_NS
+from irdmafs.client import draft
 from irdmafs.client._files import open_to_read
 
 PLAN = Plan(nodes=1, mounts=1, replicas=1, beside={0: 0}, lease_ttl_s=LONG_LEASE_S)
@@ -204,3 +205,19 @@ def test_a_descriptor_of_the_nodes_own_file_is_not_opened_anew_to_write(folder: 
             writer.write(b"third")
         assert reader.read() == b"first"
     assert file.read_bytes() == b"third"
+
+
+def test_a_draft_is_handed_over_in_few_transactions(beside: Cluster) -> None:
+    mount, made = beside.mounts[0], dict[str, bytes]()
+    before = counters(mount)["transactions"]
+    with draft(mount.path / "model") as directory:
+        for number in range(100):
+            made[f"{number}"] = pattern(number, 1 + number * 3000)
+            Path(directory, f"{number}").write_bytes(made[f"{number}"])
+        with Path(directory, "7").open("r+b") as file:
+            file.write(b"changed")
+        made["7"] = b"changed" + made["7"][7:]
+    assert counters(mount)["transactions"] - before < 25
+    for _ in range(2):
+        assert {one.name: one.read_bytes() for one in (mount.path / "model").iterdir()} == made
+        mount.restart()

@@ -38,7 +38,8 @@ _UNSURE_MAX = 1000
 _RETRY_S = 5.0
 _GIVEN_UP_MAX = 10_000
 _GIVEN_UP_AT_ONCE = 8
-# Of contents that are published together: how many large ones are sent at a time, and how often all are.
+# Of contents that are published together: how many are sent at a time that do not go into messages, and
+# how often that is tried.
 _TOGETHER_AT_ONCE = 4
 _TOGETHER_TRIES = 3
 
@@ -130,18 +131,19 @@ class Publisher:
                 placed = self._placed(version, before)
                 fd = await self._opened(placed, ending)
                 placed = self._numbered(placed, session, version.extent, ending)
-                begun.append((placed, Transfer(self._cluster, placed, fd), before))
+                is_adoptable = self._contents.hands_over(placed.extent)
+                begun.append((placed, Transfer(self._cluster, placed, fd, is_adoptable), before))
             try:
                 for placed, _, _ in begun:
                     self._contents.publishing.add(placed.extent)
                 transfers = [transfer for _, transfer, _ in begun]
                 for first in range(0, len(transfers), PUTS_MAX):
                     await put_together(self._cluster, transfers[first : first + PUTS_MAX])
-                large = [transfer for transfer in transfers if not transfer.is_small]
+                others = [transfer for transfer in transfers if not transfer.fits_message]
                 for attempt in count(1):
                     known = self._cluster.replica.applied
                     with first_alone():
-                        await for_each(large, Transfer.complete, at_once=_TOGETHER_AT_ONCE)
+                        await for_each(others, Transfer.complete, at_once=_TOGETHER_AT_ONCE)
                     guards = [compare for each in transfers for compare in await each.complete()]
                     groups = [guard[0] for guard in guards]
                     sent = [placed._replace(digests=each.digests) for placed, each, _ in begun]

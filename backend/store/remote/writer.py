@@ -67,7 +67,6 @@ class Transfer:
         self._fd = fd
         self._size = version.size
         self.stripes = self._layout.stripes(self._size)
-        self.is_small = self._size <= cluster.small_bytes
         self._is_adoptable = is_adoptable and self.stripes == 1
         # By stripe and node: the configuration under which the node acknowledged the stripe.
         self._acknowledged: dict[int, dict[int, GroupConfig]] = {}
@@ -112,7 +111,7 @@ class Transfer:
                 }
                 await for_each_stripe(stripes, self._bring)
                 self.digests = fold([await each.finish() for each in self._passing.values()])
-            elif meanwhile and not self.is_small:
+            elif meanwhile and self._size > self._cluster.small_bytes:
                 async with trio.open_nursery() as nursery:
                     nursery.start_soon(self._hash)
                     nursery.start_soon(for_each_stripe, stripes, self._bring)
@@ -147,11 +146,15 @@ class Transfer:
 
     # -- many at a time --------------------------------------------------------------------------
 
+    @property
+    def fits_message(self) -> bool:
+        return self._size <= self._cluster.small_bytes and not self._is_adoptable
+
     def begin_small(self) -> tuple[GroupConfig, Put] | None:
         """Return the members that a small content has to be put on, and the message for each of them; None
-        if it is large, or its group does not exist. Call `put_on` for each one that has it, and `complete`
-        in any case."""
-        if not self.is_small:
+        if it does not go into a message, or its group does not exist. Call `put_on` for each one that has
+        it, and `complete` in any case."""
+        if not self.fits_message:
             return None
         group = group_of(self._layout, 0, self._cluster.buckets)
         config, revision = self._cluster.groups.get(group)
@@ -177,7 +180,7 @@ class Transfer:
         cluster = self._cluster
         config, _ = cluster.groups.get(group_of(self._layout, 0, cluster.buckets))
         return (
-            not self.is_small
+            self._size > cluster.small_bytes
             and not self._is_adoptable
             and all(map(cluster.peers.shows_bytes, config.members))
         )
