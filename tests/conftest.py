@@ -505,7 +505,7 @@ def _abort_mounts_that_hang(request: pytest.FixtureRequest) -> Iterator[None]:
         names = [*(str(mount.path) for mount in living), *(part.name for part in parts)]
         print(f"aborting {names}: {limit_s * 0.8} s are over")
         for mount in list(living):
-            mount.abort()
+            mount.kill9()
         for part in parts:
             part.kill9()
 

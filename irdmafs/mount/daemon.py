@@ -40,6 +40,7 @@ from ..posix.filesystem import Filesystem
 from ..posix.locking import Locking
 from ..posix.superblock import Superblock
 from . import mounting
+from .aborting import abort_after_this_thread
 
 if TYPE_CHECKING:
     from ..backend.store.remote.store import RemoteStore
@@ -122,6 +123,8 @@ class _Daemon:
         self._session = self._mount()
         found = mounting.find_mount(config.mountpoint)
         self._mounted = (found.mount_id, found.device) if found is not None else None
+        if found is not None:
+            abort_after_this_thread(found.device)
 
     def _mount(self) -> Session:
         """Mount with the requested session, or with the best one that works. Raises MountError."""

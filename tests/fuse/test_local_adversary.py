@@ -6,6 +6,7 @@ locked or closed where others wait for it.
 """
 
 import os
+import signal
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -258,6 +259,13 @@ def test_a_write_that_never_ends_stops_no_store_node(mute: MuteFuse, attacker: P
         mute.kill()
 
 
+# Memory that nobody can write.
+NOWHERE = """
+import ctypes, select, mmap
+libc = ctypes.CDLL(None); libc.mmap.restype = ctypes.c_void_p
+fd = os.open(mute + '/page', os.O_RDWR)
+nowhere = ctypes.c_void_p(libc.mmap(None, 4096, 3, 2, fd, 0))
+"""
 # Calls that never return, with something locked that /proc shows of the process.
 LOCKED = {
     "a queue of events": (
@@ -282,13 +290,7 @@ def test_closing_a_file_asks_nothing_of_a_process_that_has_locked_what_tells_of_
     alone: Mount, mute: MuteFuse, attacker: Process, locked: str
 ) -> None:
     lends(attacker, alone, mute)
-    attacker.do(
-        "import ctypes, select, mmap\n"
-        "libc = ctypes.CDLL(None); libc.mmap.restype = ctypes.c_void_p\n"
-        "fd = os.open(mute + '/page', os.O_RDWR)\n"
-        "nowhere = ctypes.c_void_p(libc.mmap(None, 4096, 3, 2, fd, 0))\n"
-        f"{LOCKED[locked]}"
-    )
+    attacker.do(NOWHERE + LOCKED[locked])
     attacker.start(
         "fd = os.open(public + '/new', os.O_WRONLY | os.O_CREAT); again = os.dup(fd)\n"
         "os.close(again); os.write(fd, b'x'); os.close(fd)\n"
@@ -296,6 +298,30 @@ def test_closing_a_file_asks_nothing_of_a_process_that_has_locked_what_tells_of_
     )
     attacker.finished(2)
     assert_it_answers(alone)
+
+
+def test_a_killed_daemon_leaves_nobody_waiting_while_a_thread_of_it_waits_for_a_lock(
+    mute: MuteFuse, attacker: Process
+) -> None:
+    with make_mount("pyfuse3", "-o", "allow_other") as mount:
+        path = lends(attacker, mount, mute)
+        twice = mount.path / "public" / "twice"
+        twice.touch()
+        twice.with_name("again").hardlink_to(twice)
+        file = twice.open("wb")
+        attacker.do(
+            f"{NOWHERE}directory = os.open(public, os.O_RDONLY)\n"
+            "stuck(lambda: libc.syscall(217, directory, nowhere, 4096))"  # getdents64(2)
+        )
+        with file:
+            file.write(b"x")
+        # The kernel is to forget both names now.
+        for pid in mount.pids():
+            os.kill(pid, signal.SIGKILL)
+        with Process() as other:
+            other.start("os.truncate(path, 1)", path=path)
+            with pytest.raises(OSError, match=r"not connected|abort"):
+                other.result(5)
 
 
 CHECKED = """

@@ -20,7 +20,7 @@ from harness.mount_namespaces import none_is_made
 from harness.network import COMMAND_TIMEOUT_S, run
 from harness.processes import has_ended
 from harness.scratch import mount_points, scratch_directory
-from irdmafs.mount.mounting import can_mount, mounts
+from irdmafs.mount.mounting import can_mount
 
 needs_fuse = pytest.mark.skipif(
     not (can_mount() and os.path.exists("/dev/fuse")), reason="needs /dev/fuse and CAP_SYS_ADMIN"
@@ -229,14 +229,6 @@ class Mount(Closing):
 
     # -- the end ----------------------------------------------------------------------------
 
-    def abort(self) -> None:
-        """Make every waiting request fail: the daemon's death ends the connection."""
-        minors = [one.device.split(":")[1] for one in mounts() if one.mountpoint == str(self.path)]
-        self.kill9()
-        for minor in minors[:1]:
-            with contextlib.suppress(OSError):
-                Path(f"/sys/fs/fuse/connections/{minor}/abort").write_text("1")
-
     def close(self) -> None:
         living.discard(self)
         try:
@@ -244,7 +236,7 @@ class Mount(Closing):
             with contextlib.suppress(AssertionError):
                 self._signal(signal.SIGTERM)
             if self.pids():
-                self.abort()
+                self.kill9()
             while self.is_mounted():
                 run("umount", "-il", self.path)
         finally:
