@@ -98,55 +98,64 @@ class SharedCommitter:
 
         Raises OSError EBUSY and Conflict, if one of the guards does not hold.
         """
-        fresh = False
-        for attempt in range(_ATTEMPTS_MAX):
-            if self._numbers.wanted:
+        fresh, removing = False, self._tree.removing
+        removed: list[int] = []
+        try:
+            for attempt in range(_ATTEMPTS_MAX):
+                if self._numbers.wanted:
+                    await detach()
+                    await self._numbers.take()
+                seen = self._tree.records.begun_count
+                try:
+                    commit = plan()
+                except Spent:
+                    continue
+                except OSError:
+                    if fresh:
+                        raise
+                    commit = None
+                if commit is not None and (self._lost or self.writable is not ALL_INOS):
+                    self._check(commit)
+                for inode in commit.gone if commit is not None else ():
+                    if inode.maker:
+                        removed.append(inode.ino)
+                        removing.append(inode.ino)
+                if commit is None:
+                    if fresh:
+                        return None
+                elif commit.local:
+                    self._tree.enact_locally(commit)
+                    return commit.inode
+                elif (self._storing or self._unsure) and await self._has_to_wait(commit):
+                    continue
+                elif self._stays_here(commit):
+                    self._tree.keep(commit)
+                    return commit.inode
+                elif self._defers(commit):
+                    return commit.inode
+                elif (
+                    await detach()
+                    and (
+                        commit.charge is not None  # others may have been charged since
+                        or self._tree.records.begun_count != seen
+                        or await self._has_to_wait(commit)
+                    )
+                ) or await self._is_made_possible(commit):
+                    continue
+                elif commit.charge is not None and commit.charge.is_near and not fresh:
+                    pass
+                elif await self._succeeds(commit, guards):
+                    return commit.inode
                 await detach()
-                await self._numbers.take()
-            seen = self._tree.records.begun_count
-            try:
-                commit = plan()
-            except Spent:
-                continue
-            except OSError:
-                if fresh:
-                    raise
-                commit = None
-            if commit is not None and (self._lost or self.writable is not ALL_INOS):
-                self._check(commit)
-            if commit is None:
-                if fresh:
-                    return None
-            elif commit.local:
-                self._tree.enact_locally(commit)
-                return commit.inode
-            elif (self._storing or self._unsure) and await self._has_to_wait(commit):
-                continue
-            elif self._stays_here(commit):
-                self._tree.keep(commit)
-                return commit.inode
-            elif self._defers(commit):
-                return commit.inode
-            elif (
-                await detach()
-                and (
-                    commit.charge is not None  # others may have been charged since
-                    or self._tree.records.begun_count != seen
-                    or await self._has_to_wait(commit)
-                )
-            ) or await self._is_made_possible(commit):
-                continue
-            elif commit.charge is not None and commit.charge.is_near and not fresh:
-                pass
-            elif await self._succeeds(commit, guards):
-                return commit.inode
-            await detach()
-            if attempt >= _PAUSES_FROM:
-                doubled = min(attempt - _PAUSES_FROM, _PAUSE_DOUBLED_MAX)
-                await trio.sleep(random.uniform(0, _PAUSE_FIRST_S * 2**doubled))
-            await self._hub.barrier()
-            fresh = True
-        raise fail(errno.EBUSY, "others change the same names or inodes all the time")
+                if attempt >= _PAUSES_FROM:
+                    doubled = min(attempt - _PAUSES_FROM, _PAUSE_DOUBLED_MAX)
+                    await trio.sleep(random.uniform(0, _PAUSE_FIRST_S * 2**doubled))
+                await self._hub.barrier()
+                fresh = True
+            raise fail(errno.EBUSY, "others change the same names or inodes all the time")
+        finally:
+            for ino in removed:
+                removing.remove(ino)
 
     async def _succeeds(self, commit: Commit, guards: Sequence[Compare]) -> bool:
         """Commit to the shared engine, wait until the replica has it, and return True. Return False if a

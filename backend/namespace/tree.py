@@ -69,9 +69,10 @@ class Tree(Names):
         self.news: Callable[[Sequence[Event]], Sequence[Event]] = lambda events: events
         self._listener = listener
         self._is_loaded = False
-        # Inodes that mutations under way make, which their callers need, and those that they remove.
+        # Inodes that mutations under way make, which their callers need; and those without a version that
+        # they remove: no other host takes their names from them.
         self._making: list[int] = []
-        self._removing: list[int] = []
+        self.removing: list[int] = []
         # The directories that events have given a name, while these are applied.
         self._linked_directories: list[int] = []
         # Names that misplaced directories cannot have yet, with their inodes and revisions.
@@ -149,7 +150,7 @@ class Tree(Names):
             if known is not None and (known.revision or known.nlink):
                 orphan = known.copy()
                 orphan.nlink, orphan.revision, orphan.ctime_ns = 0, 0, now
-                orphan.maker = 0 if ino in self._removing else known.maker
+                orphan.maker = 0 if ino in self.removing else known.maker
                 self.inodes.store(orphan, None, known)
                 if orphan.is_dir:
                     self.records.put(time_key(ino), None)
@@ -320,10 +321,8 @@ class Tree(Names):
     def keeping(self, commit: Commit) -> Iterator[None]:
         """While a commit is under way, keep the inode that it makes even if the watch yields its removal;
         and charge the commit to quotas."""
-        removed = [inode.ino for inode in commit.gone]
         made = [commit.new.ino] if commit.new is not None else []
         self._making += made
-        self._removing += removed
         charged = commit.inode if commit.charge is not None else None
         if charged is not None and commit.charge is not None:
             self.quotas.charge(charged.ino, commit.charge)
@@ -332,8 +331,6 @@ class Tree(Names):
         finally:
             for ino in made:
                 self._making.remove(ino)
-            for ino in removed:
-                self._removing.remove(ino)
             if charged is not None:
                 self.quotas.update((charged.ino,))
 
@@ -451,7 +448,7 @@ class Tree(Names):
                 elif inode.maker and not inode.revision:
                     # It was known here alone, and its name was taken.
                     inode.nlink, inode.ctime_ns = 0, now_ns()
-                    inode.maker = 0 if ino in self._removing else inode.maker
+                    inode.maker = 0 if ino in self.removing else inode.maker
                     self._let_go(inode)
         return inode.is_dir
 

@@ -8,7 +8,7 @@ import trio
 import trio.testing
 from harness.etcd_server import EtcdKeys
 from harness.models.namespace import DIRECTORY, FILE, SYMLINK
-from harness.shared_namespaces import HostNamespace, all_at_once, error_of, host
+from harness.shared_namespaces import HostNamespace, Lagging, all_at_once, error_of, host
 
 from irdmafs.backend.kv import Compare, Delete, Put
 from irdmafs.backend.model.records import ContentId, MountRecord
@@ -196,3 +196,20 @@ async def test_what_lost_a_conflict_has_no_place_beside_a_removed_file(keys: Etc
         assert not await sees(here)
         aside = make_aside(here, file.ino, "host", lambda parent, name: NO_LAYOUT)
         assert await error_of(aside) == "ESTALE"
+
+
+@pytest.mark.parametrize("removed", ["replaced", "unlinked"])
+async def test_a_file_whose_name_is_removed_here_is_only_gone_if_another_host_took_it_just_before(
+    keys: EtcdKeys, removed: str
+) -> None:
+    async with host(keys, Lagging, maker=HERE) as here, host(keys, maker=THERE) as there:
+        here.held = lambda ino: True
+        file = await made(here)
+        for namespace, name in ((here, b"mine"), (there, b"theirs")):
+            await namespace.create(ROOT_INO, name, FILE | 0o644, 0, 0, version=1)
+        await there.rename(ROOT_INO, b"theirs", ROOT_INO, b"file", 0)
+        if removed == "replaced":
+            await here.rename(ROOT_INO, b"mine", ROOT_INO, b"file", 0)
+        else:
+            await here.unlink(ROOT_INO, b"file")
+        await here.publish(NewVersion(file.ino, ContentId(7), 1, 1, 1))
