@@ -25,7 +25,7 @@ from .superblock import Part, Superblock
 from .waits import Waits
 
 # Others may remove a name and make it again each time that it is found taken.
-_CREATES_MAX: Final = 20
+_CREATES_MAX: Final = 1000
 # Flags of opens that change the file, or may.
 _CHANGES: Final = os.O_ACCMODE | os.O_TRUNC
 _COPIED_MAX_BYTES: Final = 16 * 1024 * 1024  # in one request: others wait meanwhile
@@ -104,7 +104,7 @@ class Files(Part):
                 except OSError as error:
                     if error.errno != errno.ESTALE:  # another host has removed it
                         raise
-        raise fail(errno.EEXIST)
+        raise fail(errno.EBUSY, "others make and remove it all the time")
 
     async def _take_back(self, inode: Inode, parent: int, name: bytes) -> None:
         await self._namespace.unlink_if(parent, name, lambda found: found.ino == inode.ino)

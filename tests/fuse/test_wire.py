@@ -16,7 +16,7 @@ from contextlib import asynccontextmanager, contextmanager
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
-from unittest.mock import AsyncMock
+from unittest.mock import AsyncMock, Mock
 
 import pytest
 import trio
@@ -659,6 +659,17 @@ async def test_mknod_makes_only_known_types(mode: int, umask: int, made: int | N
         assert error == (0 if made else errno.EINVAL)
         found = served.store.namespace.lookup(ROOT, b"node")
         assert (found and found.mode) == made
+
+
+async def test_a_name_that_others_make_and_remove_can_be_made(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """It is taken whenever the mount would make it, and gone whenever the mount would open it."""
+    async with serving("passthrough", shared=True) as served:
+        namespace = served.store.namespace
+        makes = Mock(side_effect=[*[FileExistsError(errno.EEXIST, "")] * 100, namespace.create])
+        monkeypatch.setattr(namespace, "create", lambda *a, **what: makes()(*a, **what))
+        create(served, b"file", os.O_WRONLY | os.O_CREAT)
 
 
 @pytest.mark.parametrize("opcode", [Opcode.CREATE, Opcode.TMPFILE])
