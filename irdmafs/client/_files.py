@@ -210,13 +210,19 @@ def is_irdmafs(device: int) -> bool:
 
 
 def open_anew(path: str, view: StrPath | None = None, access: int = os.O_WRONLY) -> int:
-    """Open a file to write it from its beginning, which makes it if it is not there. `view`: a path of the
-    private view of its directory, in which nobody else writes. Raises OSError."""
+    """Open a file to write it from its beginning, which makes it if it is not there; with O_RDWR, also to
+    read it if the caller may. `view`: a path of the private view of its directory, in which nobody else
+    writes. Raises OSError."""
     flags = access | os.O_TRUNC | os.O_CLOEXEC
     if view is not None:
         with contextlib.suppress(FileNotFoundError):
             return look_up(os.open, os.path.join(view, os.path.basename(path)), flags)
-    return look_up(os.open, path, flags | os.O_CREAT, 0o666)
+    try:
+        return look_up(os.open, path, flags | os.O_CREAT, 0o666)
+    except PermissionError:
+        if access == os.O_WRONLY:
+            raise
+    return open_anew(path)
 
 
 @contextlib.contextmanager

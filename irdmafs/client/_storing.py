@@ -28,8 +28,8 @@ _THREADS_MAX = 16
 # Fewer processors gain nothing over write(2), unless they wait for a device.
 _PROCESSORS_MIN = 4
 _UNMAPPED_XATTR = "user.irdmafs.unmapped"
-# The filesystem allocates nothing, or does not map; a sandbox refuses the call.
-_CANNOT = (errno.EOPNOTSUPP, errno.ENODEV, errno.EPERM, errno.ENOSYS)
+# The filesystem allocates nothing, or does not map; the file may not be read; a sandbox refuses the call.
+_CANNOT = (errno.EOPNOTSUPP, errno.ENODEV, errno.EACCES, errno.EPERM, errno.ENOSYS)
 
 _libc = ctypes.CDLL(None, use_errno=True)
 _libc.fallocate.argtypes = [ctypes.c_int, ctypes.c_int, ctypes.c_long, ctypes.c_long]
