@@ -6,6 +6,7 @@ import errno
 import os
 import stat
 import threading
+import time
 import weakref
 from collections import OrderedDict
 from collections.abc import Collection, Iterable, Iterator, Mapping, MutableMapping
@@ -21,6 +22,8 @@ NPY = ".npy"
 SAFETENSORS = ".safetensors"
 # How many parsed headers are kept: programs read a few files of many tensors again and again.
 _HEADERS_MAX = 64
+# The kernel uses the number of a filesystem again for one that is mounted later.
+_DEVICES_KNOWN_S = 0.1
 
 
 # -- names ------------------------------------------------------------------------------------------
@@ -112,6 +115,7 @@ class Store(MutableMapping[str, Array], Closing):
         self._parsed: OrderedDict[str, _Parsed] = OrderedDict()
         self._parsed_lock = threading.Lock()
         self._versioned_devices: dict[int, bool] = {}
+        self._devices_known_until = 0.0
 
     def close(self) -> None:
         """End the use of the store; arrays obtained from it stay valid."""
@@ -348,7 +352,10 @@ class Store(MutableMapping[str, Array], Closing):
             raise ValueError(f"{path!r} does not name a file that ends in {' or '.join(suffixes)}")
 
     def _is_versioned(self, directory: str) -> bool:
-        device = os.stat(directory).st_dev
+        device, now = os.stat(directory).st_dev, time.monotonic()
+        if now > self._devices_known_until:
+            self._versioned_devices.clear()
+            self._devices_known_until = now + _DEVICES_KNOWN_S
         known = self._versioned_devices.get(device)
         if known is None:
             known = self._versioned_devices[device] = _files.is_irdmafs(device)

@@ -12,10 +12,12 @@ import struct
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import Mock
 
 import ml_dtypes
 import numpy as np
@@ -506,6 +508,18 @@ def test_store_can_be_sent_to_another_process(store: client.Store) -> None:
 def test_filesystem_of_a_device_is_known() -> None:
     assert not _files.is_irdmafs(os.stat("/proc").st_dev)
     assert not _files.is_irdmafs(os.makedev(4095, 1))
+
+
+def test_another_filesystem_in_the_place_of_one_is_known(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(_files, "is_irdmafs", Mock(side_effect=[True, False]))
+    store = client.open(tmp_path)
+    store["w"] = np.zeros(4)
+    with (tmp_path / "w.npy").open("rb") as reader:
+        time.sleep(0.2)
+        store["w"] = np.ones(4)
+        assert not np.load(reader).any()
 
 
 # -- damaged files ---------------------------------------------------------------------------------
