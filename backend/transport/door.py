@@ -66,12 +66,21 @@ class ServerFigures:
     connections: int = gauge("Connections of peers")
 
 
+def _network(address: str) -> bytes:
+    """Return the part of an address that its owner cannot choose: all of it, or 64 bits of IPv6."""
+    if "." in address:  # that of IPv4, also at a port for both
+        return address.encode()
+    return socket.inet_pton(socket.AF_INET6, address.partition("%")[0])[:8]
+
+
 class Shares:
     """Places, or bytes, that peers share, `most` of them in all and `of_one`. When more are taken, the peer
-    that has most gives up those that it has had longest."""
+    that has most gives up those that it has had longest. `group`: of the group of peers that has most."""
 
-    def __init__(self, most: int, of_one: float = math.inf) -> None:
-        self._most, self._of_one = most, of_one
+    def __init__(
+        self, most: int, of_one: float = math.inf, group: Callable[[str], object] = lambda who: None
+    ) -> None:
+        self._most, self._of_one, self._group = most, of_one, group
         self._taken: dict[trio.CancelScope, tuple[str, int]] = {}  # the oldest first
         self._of_peers: Counter[str] = Counter()
         self._total = 0
@@ -87,7 +96,7 @@ class Shares:
             self._of_peers[who] += size
             self._total += size
             while self._total > self._most or self._of_peers[who] > self._of_one:
-                [(greedy, _)] = self._of_peers.most_common(1)
+                greedy = self._greediest()
                 oldest = next(each for each, (peer, _) in self._taken.items() if peer == greedy)
                 self._give_back(oldest)
                 oldest.cancel()
@@ -101,6 +110,12 @@ class Shares:
         for scope, (peer, _) in self._taken.items():
             if peer == who:
                 scope.cancel()
+
+    def _greediest(self) -> str:
+        groups = Counter[object]()
+        for who, size in self._of_peers.items():
+            groups[self._group(who)] += size
+        return max(self._of_peers, key=lambda who: (groups[self._group(who)], self._of_peers[who]))
 
     def _give_back(self, scope: trio.CancelScope) -> None:
         who, size = self._taken.pop(scope, ("", 0))
@@ -122,7 +137,7 @@ class Door:
         limited = partial(Outstanding, OUTSTANDING_BYTES_MAX)
         self._outstanding: defaultdict[str, Outstanding] = defaultdict(limited)
         files, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
-        self.strangers = Shares(STRANGERS_MAX)
+        self.strangers = Shares(STRANGERS_MAX, group=_network)
         self.members = Shares(min(MEMBERS_MAX, int(files * _MEMBERS_SHARE)))
         self.untaken = Shares(UNTAKEN_BYTES_MAX, UNTAKEN_OF_ONE_MAX)
 

@@ -14,6 +14,7 @@ import threading
 from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import msgspec
 import pytest
@@ -115,6 +116,30 @@ async def is_closed(stream: trio.SocketStream) -> bool:
                 pass
         return True
     return False
+
+
+LINK, OTHER = "2001:db8::", "2001:db8:0:1::"
+
+
+@pytest.mark.parametrize(
+    "addresses, goes",
+    [
+        ((OTHER + "1", LINK + "1", LINK + "2", LINK + "3"), LINK + "1"),
+        ((LINK + "1", LINK + "2", LINK + "2", OTHER + "1"), LINK + "2"),
+        (("fe80::1%eth0", "::ffff:10.0.0.1", "fe80::2%eth0", "::ffff:10.0.0.2"), "fe80::1%eth0"),
+    ],
+)
+async def test_whoever_has_many_addresses_of_one_network_gives_way_first(
+    addresses: tuple[str, ...], goes: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(door, "STRANGERS_MAX", 3)
+    strangers = door.Door(Mock(), door.ServerFigures(), lambda serial: False).strangers
+    with contextlib.ExitStack() as stack:
+        scopes = [stack.enter_context(strangers.share(address)) for address in addresses]
+        ended = {
+            address for address, scope in zip(addresses, scopes, strict=True) if scope.cancel_called
+        }
+    assert ended == {goes}
 
 
 class DataConnection:
