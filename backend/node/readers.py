@@ -24,7 +24,7 @@ from ..etcd.leases import LEASE_BITS, OWNER_BYTES
 from ..etcd.rpc import DELETE, GRANT, KEEP_ALIVE, RANGE, REVOKE, TXN, WATCH, Method, RpcError
 from ..kv import Event, KeyValue, end_of
 from ..transport.messages import AskEtcd, EtcdOutcome, EtcdSaid
-from ..transport.rights import Peer, denied
+from ..transport.rights import Outstanding, Peer, denied
 from .feed import Feed
 
 # Limits of one certificate. On 100 hosts that share one, it is 160 KiB each, or some 800 keys.
@@ -41,8 +41,11 @@ _WATCH_S = 20.0
 # etcd begins with older changes at once, if there are any.
 _HISTORY_S = 2.0
 _ANSWER_BYTES = 8 << 20
+# The limit of one certificate: nothing is read for it while so much waits to be taken.
+_UNTAKEN_BYTES_MAX = 4 * _ANSWER_BYTES
 # How long this node may take to learn of a change that etcd has applied. Shorter than a reader's try.
 _CATCH_UP_S = 3.0
+_READING = (RANGE.path, TXN.path)
 # The limits of one request.
 PAGE_KEYS = 1000
 # The memory that etcd needs for a key or a lease, besides the bytes.
@@ -101,6 +104,7 @@ class _Account:
         self.places = trio.Semaphore(_AT_ONCE)
         # For what takes this node long: ranges of keys, and older changes.
         self.places_for_much = trio.Semaphore(_MUCH_AT_ONCE)
+        self.untaken = Outstanding(_UNTAKEN_BYTES_MAX)
         self._leases: dict[int, float] = {}  # when each ends, if it is not kept alive
         self._credit = float(_BURST_BYTES)
         self._counted_at = trio.current_time()
@@ -151,14 +155,17 @@ class Readers:
         if not owner:
             raise denied("only a certificate makes a reader")
         asked = checked(request.method, request.body, self._prefix, owner)
+        account = self._accounts[owner]
+        peer.said = account.untaken
         if request.method == WATCH.path:
             return await self._watch(peer, asked.message.create_request)
-        account = self._accounts[owner]
         await account.pay(asked.cost)
         is_much = request.method == RANGE.path and asked.message.range_end
         async with account.places_for_much if is_much else account.places:
             if asked.grows:
                 self._check_limits(owner, account, asked)
+            if request.method in _READING:
+                await account.untaken.room(_ANSWER_BYTES)
             said = await self._said(Method(request.method, bytes), asked)
             if request.method == TXN.path and asked.grows:
                 await self._count_puts(said)
@@ -216,9 +223,12 @@ class Readers:
             raise OSError(errno.EDQUOT, f"a reader has {_WATCHES_MAX} watches at most")
         peer.watches += 1
         try:
-            after = create.start_revision - 1
+            after, untaken = create.start_revision - 1, peer.said
             with trio.move_on_after(_WATCH_S):
+                await untaken.room(_ANSWER_BYTES)
                 body = await self._feed.after(create.key, create.range_end, after)
+                if untaken.taken + len(body) > untaken.most:
+                    return EtcdSaid(EtcdOutcome.ANSWERED)  # it asks again
                 if not body:
                     with trio.move_on_after(_HISTORY_S):
                         body = await self._history(peer.identity.owner, create)

@@ -85,6 +85,8 @@ class Peer:
     node: int = 0
     session_key: bytes = b""
     outstanding: Outstanding = field(default_factory=Outstanding)
+    # Answers of etcd that it has not taken yet, likewise; see Readers.
+    said: Outstanding = field(default_factory=Outstanding)
     # The session that was last proved to be its own.
     owned: int = 0
     denials: int = 0

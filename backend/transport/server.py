@@ -268,9 +268,15 @@ class Control:
         answer.number = number
         size = self._frames.put(answer)
         if not self._frames.flush_now():
-            untaken = self._host.door.untaken
+            untaken, said = self._host.door.untaken, self._peer.said
+            of_etcd = size if isinstance(answer, messages.EtcdSaid) else 0
+            said.taken += of_etcd
             with untaken.share(self._peer.who, size, self._patience_s) as sending:
-                await self._frames.flush()
+                try:
+                    await self._frames.flush()
+                finally:
+                    said.taken -= of_etcd
+                    said.wake()
             if sending.cancelled_caught:
                 log.warning("%s does not take its answers; it is cut off", self._peer)
                 scope.cancel()

@@ -5,6 +5,8 @@ import socket
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, asynccontextmanager
 from pathlib import Path
+from typing import Any
+from unittest.mock import AsyncMock, Mock
 
 import pytest
 import test_strangers as strangers
@@ -12,20 +14,28 @@ import trio
 from harness.transport_place import MiB, Place, in_cluster, until
 from test_strangers import EXTENT, TARGET, frame
 
+from irdmafs.backend.etcd import etcd_pb2 as pb
+from irdmafs.backend.etcd import rpc
+from irdmafs.backend.node.readers import Readers
 from irdmafs.backend.transport import Extent, door, messages, rights
 from irdmafs.backend.transport.tcp import data, serving, wire
+from irdmafs.backend.trust.security import Identity
 
 GREEDY = "127.0.0.2"
 
 
 @asynccontextmanager
-async def greedy(cluster: Place, count: int) -> AsyncIterator[list[trio.SocketStream]]:
+async def greedy(
+    cluster: Place, count: int, role: str = "mount"
+) -> AsyncIterator[list[trio.SocketStream]]:
     """Control connections of one peer, which receives next to nothing."""
     async with AsyncExitStack() as stack:
         streams = []
         for _ in range(count):
-            stream = await stack.enter_async_context(await strangers.introduced(cluster, GREEDY))
-            stream.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+            stream = await stack.enter_async_context(
+                await strangers.introduced(cluster, GREEDY, role)
+            )
+            stream.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 256 << 10)
             streams.append(stream)
         yield streams
 
@@ -81,6 +91,44 @@ async def test_who_takes_no_answers_costs_nobody_else_the_connection(
             while left > 0:
                 left -= len(await slow.receive_some(MiB)) or 1 << 60
             assert left > -MiB
+
+
+_WATCHED = pb.WatchCreateRequest(key=b"ab", range_end=b"b", start_revision=1)
+
+
+@pytest.mark.parametrize(
+    "method, asked",
+    [
+        (rpc.RANGE, pb.RangeRequest(key=b"ab", range_end=b"b")),
+        (rpc.WATCH, pb.WatchRequest(create_request=_WATCHED)),
+    ],
+)
+async def test_no_more_is_read_in_etcd_than_a_reader_takes(
+    memory: Path, method: rpc.Method[Any], asked: rpc.Message
+) -> None:
+    many, lengths = bytes(7 * MiB), list[int]()
+    request = frame(messages.AskEtcd(method.path, asked.SerializeToString()))
+    client = Mock(attempt=AsyncMock(return_value=many))
+    readers = Readers(client, b"a", Mock(), Mock(after=AsyncMock(return_value=many)))
+
+    async def ask(peer: rights.Peer, request: messages.AskEtcd) -> messages.EtcdSaid:
+        peer.identity = Identity("reader", "r", 7, "1")
+        said = await readers.ask(peer, request)
+        lengths.append(len(said.body))
+        return said
+
+    async with in_cluster(memory, 1, timeout_s=60) as cluster:
+        cluster.nodes[1].listener.host.etcd = ask
+        async with greedy(cluster, 12, "reader") as streams, trio.open_nursery() as nursery:
+            for stream in streams:
+                await stream.send_all(request)
+            await until(lambda: sum(lengths) >= 28 * MiB)
+            await trio.sleep(0.3)
+            assert sum(lengths) <= 42 * MiB
+            for stream in streams:
+                nursery.start_soon(strangers.is_closed, stream)
+            await until(lambda: len(lengths) == 12)
+            nursery.cancel_scope.cancel()
 
 
 @pytest.mark.parametrize("kind", ["requests", "answers", "frames that do not end"])

@@ -90,10 +90,12 @@ async def connect(
     return await trio.open_tcp_stream("127.0.0.1", number, local_address=here)
 
 
-async def introduced(cluster: Place, here: str = "127.0.0.1") -> trio.SocketStream:
+async def introduced(
+    cluster: Place, here: str = "127.0.0.1", role: str = "mount"
+) -> trio.SocketStream:
     """A control connection that has been accepted."""
     stream = await connect(cluster, here=here)
-    await stream.send_all(hello(cluster))
+    await stream.send_all(hello(cluster, role=role))
     welcome = await receive_frame(stream)
     assert isinstance(decode_welcome(welcome), messages.Welcome)
     return stream
