@@ -9,9 +9,11 @@ import mmap
 import os
 import secrets
 import stat
+import time
 import weakref
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator
+from functools import lru_cache
 from typing import Concatenate, ParamSpec, Self, TypeAlias, TypeVar
 
 import numpy as np
@@ -204,8 +206,14 @@ def read_version(file: StrPath | int) -> int | None:
         raise
 
 
-def is_irdmafs(device: int) -> bool:
-    """Return whether the mount whose files have this ``st_dev`` is one of irdmafs."""
+def is_versioned(directory: StrPath) -> bool:
+    """Return whether a directory lies on irdmafs. Raises OSError."""
+    return _is_irdmafs(os.stat(directory).st_dev, int(time.monotonic() * 10))
+
+
+@lru_cache(8)
+def _is_irdmafs(device: int, tenths: int) -> bool:
+    # Later the kernel may use the number for another mount.
     return filesystem_of(device) == b"fuse.irdmafs"
 
 

@@ -6,7 +6,6 @@ import errno
 import os
 import stat
 import threading
-import time
 import weakref
 from collections import OrderedDict
 from collections.abc import Collection, Iterable, Iterator, Mapping, MutableMapping
@@ -22,8 +21,6 @@ NPY = ".npy"
 SAFETENSORS = ".safetensors"
 # How many parsed headers are kept: programs read a few files of many tensors again and again.
 _HEADERS_MAX = 64
-# The kernel uses the number of a filesystem again for one that is mounted later.
-_DEVICES_KNOWN_S = 0.1
 
 
 # -- names ------------------------------------------------------------------------------------------
@@ -114,8 +111,6 @@ class Store(MutableMapping[str, Array], Closing):
         self._closed = False
         self._parsed: OrderedDict[str, _Parsed] = OrderedDict()
         self._parsed_lock = threading.Lock()
-        self._versioned_devices: dict[int, bool] = {}
-        self._devices_known_until = 0.0
 
     def close(self) -> None:
         """End the use of the store; arrays obtained from it stay valid."""
@@ -135,7 +130,7 @@ class Store(MutableMapping[str, Array], Closing):
     @property
     def versioned(self) -> bool:
         """Return whether the directory lies on an irdmafs mount, so that files have versions."""
-        return self._is_versioned(self._path(""))
+        return _files.is_versioned(self._path(""))
 
     # -- reading ---------------------------------------------------------------------------------
 
@@ -351,25 +346,15 @@ class Store(MutableMapping[str, Array], Closing):
         if split_name(path)[1] is not None or not path.endswith(suffixes):
             raise ValueError(f"{path!r} does not name a file that ends in {' or '.join(suffixes)}")
 
-    def _is_versioned(self, directory: str) -> bool:
-        device, now = os.stat(directory).st_dev, time.monotonic()
-        if now > self._devices_known_until:
-            self._versioned_devices.clear()
-            self._devices_known_until = now + _DEVICES_KNOWN_S
-        known = self._versioned_devices.get(device)
-        if known is None:
-            known = self._versioned_devices[device] = _files.is_irdmafs(device)
-        return known
-
     def _replace(self, file: str, arrays: Collection[Source], contents: Iterable[Any]) -> None:
         """Replace a file by one of these contents: a head, and the bytes of the arrays."""
         path = self._path(file)
         directory = os.path.dirname(path)
         try:
-            versioned = self._is_versioned(directory)
+            versioned = _files.is_versioned(directory)
         except FileNotFoundError:
             os.makedirs(directory, exist_ok=True)
-            versioned = self._is_versioned(directory)
+            versioned = _files.is_versioned(directory)
         data_bytes = sum(array.nbytes for array in arrays)
         on_device = any(isinstance(array, DeviceArray) for array in arrays)
         if versioned and _storing.pays(data_bytes, on_device=on_device):

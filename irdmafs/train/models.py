@@ -157,7 +157,7 @@ def begin(directory: StrPath, config: TrainConfig, *, shards: int | None = None)
     train = TrainDirectory(directory)
     if not train.models.is_dir():
         raise TrainError(f"{train.models} is not a directory")
-    if not _files.is_irdmafs(train.models.stat().st_dev):
+    if not _files.is_versioned(train.models):
         raise TrainError(f"{train.models} is not on a mount of irdmafs")
     if train.path.exists():
         raise _begun(train)

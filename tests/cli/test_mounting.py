@@ -16,7 +16,7 @@ from harness.processes import Program
 
 from irdmafs.backend.files.extents import in_memory, lock_directory
 from irdmafs.backend.model.values import memory_limit, parse_size
-from irdmafs.client._files import is_irdmafs
+from irdmafs.client._files import is_versioned
 from irdmafs.mount import mounting, stores
 from irdmafs.mount.users import is_locked, users_of
 from irdmafs.mount_options import MountError, MountOptions, parse_mount_options
@@ -158,7 +158,7 @@ def test_mount_is_found_whatever_its_name(tmp_path: Path, name: bytes) -> None:
         assert found is not None
         assert (found.mountpoint, found.fstype) == (path, "tmpfs")
         assert in_memory(path)
-        assert not is_irdmafs(os.stat(path).st_dev)
+        assert not is_versioned(path)
 
 
 @needs_root

@@ -506,14 +506,15 @@ def test_store_can_be_sent_to_another_process(store: client.Store) -> None:
 
 
 def test_filesystem_of_a_device_is_known() -> None:
-    assert not _files.is_irdmafs(os.stat("/proc").st_dev)
-    assert not _files.is_irdmafs(os.makedev(4095, 1))
+    assert not _files.is_versioned("/proc")
+    assert not _files._is_irdmafs(os.makedev(4095, 1), 0)
 
 
 def test_another_filesystem_in_the_place_of_one_is_known(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(_files, "is_irdmafs", Mock(side_effect=[True, False]))
+    kinds = Mock(side_effect=[b"fuse.irdmafs", b"tmpfs"])
+    monkeypatch.setattr(_files, "filesystem_of", kinds)
     store = client.open(tmp_path)
     store["w"] = np.zeros(4)
     with (tmp_path / "w.npy").open("rb") as reader:
