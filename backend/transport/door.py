@@ -66,21 +66,12 @@ class ServerFigures:
     connections: int = gauge("Connections of peers")
 
 
-def _network(address: str) -> bytes:
-    """Return the part of an address that its owner cannot choose: all of it, or 64 bits of IPv6."""
-    if "." in address:  # that of IPv4, also at a port for both
-        return address.encode()
-    return socket.inet_pton(socket.AF_INET6, address.partition("%")[0])[:8]
-
-
 class Shares:
     """Places, or bytes, that peers share, `most` of them in all and `of_one`. When more are taken, the peer
-    that has most gives up those that it has had longest. `group`: of the group of peers that has most."""
+    that has most gives up those that it has had longest."""
 
-    def __init__(
-        self, most: int, of_one: float = math.inf, group: Callable[[str], object] = lambda who: None
-    ) -> None:
-        self._most, self._of_one, self._group = most, of_one, group
+    def __init__(self, most: int, of_one: float = math.inf) -> None:
+        self._most, self._of_one = most, of_one
         self._taken: dict[trio.CancelScope, tuple[str, int]] = {}  # the oldest first
         self._of_peers: Counter[str] = Counter()
         self._total = 0
@@ -96,7 +87,7 @@ class Shares:
             self._of_peers[who] += size
             self._total += size
             while self._total > self._most or self._of_peers[who] > self._of_one:
-                greedy = self._greediest()
+                [(greedy, _)] = self._of_peers.most_common(1)
                 oldest = next(each for each, (peer, _) in self._taken.items() if peer == greedy)
                 self._give_back(oldest)
                 oldest.cancel()
@@ -110,12 +101,6 @@ class Shares:
         for scope, (peer, _) in self._taken.items():
             if peer == who:
                 scope.cancel()
-
-    def _greediest(self) -> str:
-        groups = Counter[object]()
-        for who, size in self._of_peers.items():
-            groups[self._group(who)] += size
-        return max(self._of_peers, key=lambda who: (groups[self._group(who)], self._of_peers[who]))
 
     def _give_back(self, scope: trio.CancelScope) -> None:
         who, size = self._taken.pop(scope, ("", 0))
@@ -137,7 +122,7 @@ class Door:
         limited = partial(Outstanding, OUTSTANDING_BYTES_MAX)
         self._outstanding: defaultdict[str, Outstanding] = defaultdict(limited)
         files, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
-        self.strangers = Shares(STRANGERS_MAX, group=_network)
+        self.strangers = Shares(STRANGERS_MAX)
         self.members = Shares(min(MEMBERS_MAX, int(files * _MEMBERS_SHARE)))
         self.untaken = Shares(UNTAKEN_BYTES_MAX, UNTAKEN_OF_ONE_MAX)
 
@@ -173,6 +158,9 @@ class Door:
     @contextmanager
     def stranger(self, address: str) -> Iterator[None]:
         """Limit the time that a stranger takes inside. Raises BadMessage when it is over."""
+        # Whoever has an IPv6 address has all of its network, which is 64 bits.
+        if ":" in address and "." not in address:
+            address = socket.inet_pton(socket.AF_INET6, address.partition("%")[0])[:8].hex()
         with self.strangers.share(address, for_s=HANDSHAKE_S) as scope:
             yield
         if scope.cancelled_caught:
