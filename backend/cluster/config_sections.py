@@ -63,13 +63,10 @@ class ClusterSection:
     rdma_device: str | None = _rdma(
         None, "Only through these RDMA devices", "NAME,...", "all on a network with the peer"
     )
-    gid_index: int | None = _rdma(None, "Only with this entry of the device's GID table", "N")
     rdma_threshold: Size = declare(Size(64 << 10), "Extents from this size on move by RDMA")
     rdma_queue_pairs: int = declare(1, "Queue pairs for each pair of RDMA ports")
 
     def __post_init__(self) -> None:
-        if self.gid_index is not None and not 0 <= self.gid_index < 1 << 16:
-            raise ValueError(f"gid_index must be from 0 to 65535, not {self.gid_index}")
         if not 1 <= self.rdma_queue_pairs <= RDMA_QUEUE_PAIRS_MAX:
             raise ValueError(
                 f"rdma_queue_pairs must be from 1 to {RDMA_QUEUE_PAIRS_MAX}, not {self.rdma_queue_pairs}"
@@ -156,8 +153,7 @@ class ClusterSection:
                 )
             mode = "off"
         return Choice(
-            mode, self.rdma_device, self.gid_index, self.rdma_threshold,
-            queue_pairs=self.rdma_queue_pairs,
+            mode, self.rdma_device, self.rdma_threshold, queue_pairs=self.rdma_queue_pairs
         )  # fmt: skip
 
     def engine(self, role: "Role", timeout_s: float = 60.0) -> "EtcdEngine":

@@ -38,10 +38,8 @@ def check_rdma(choice: Choice, peer: str | None = None) -> list[Check]:
         off = Check(_NAME, "info", "switched off; TCP is used", "rdma = \"auto\" in [cluster], and no "
                     "encrypt_data, which RDMA cannot do")  # fmt: skip
         return [off, *lines]
-    obstacle = devices.explain(found, choice.device, choice.gid_index) or missing
+    obstacle = devices.explain(found, choice.device) or missing
     way = ""
-    if not obstacle:
-        obstacle = _gid_obstacle(found, choice)
     if not obstacle and peer is not None:
         way, obstacle = _way_to(found, choice, peer)
     return [_summary(found, choice, obstacle, way), *lines]
@@ -80,16 +78,6 @@ def _library() -> tuple[Library | None, Obstacle]:
         return None, Obstacle(str(error.strerror).partition("; ")[0], _REMEDY_LIBRARY)
 
 
-def _gid_obstacle(found: list[Device], choice: Choice) -> Obstacle:
-    """Return the obstacle of a GID that was asked for, but that peers do not reach."""
-    usable = [one for one in found if not one.obstacle and choice.device in (None, one.name)]
-    gids = [gid for device in usable for port in device.ports for gid in port.gids]
-    asked = [gid for gid in gids if gid.number == choice.gid_index]
-    if not asked or any(not gid.weakness for gid in asked):
-        return Obstacle()
-    return Obstacle(f"GID {choice.gid_index} is {asked[0].weakness}", devices.gid_remedy(usable))
-
-
 def _way_to(found: list[Device], choice: Choice, peer: str) -> tuple[str, Obstacle]:
     """Return the route to `peer`, or why there is none."""
     try:
@@ -97,7 +85,7 @@ def _way_to(found: list[Device], choice: Choice, peer: str) -> tuple[str, Obstac
     except OSError as error:
         return "", Obstacle(f"no way to {peer}: {error.strerror}", f"ip route get {peer}")
     try:
-        route = devices.choose(found, local, choice.device, choice.gid_index)
+        route = devices.choose(found, local, choice.device)
     except OSError as error:
         return "", Obstacle(
             str(error.strerror),

@@ -40,7 +40,6 @@ from ..posix.filesystem import Filesystem
 from ..posix.locking import Locking
 from ..posix.superblock import Superblock
 from . import mounting
-from .aborting import abort_after_this_thread
 
 if TYPE_CHECKING:
     from ..backend.store.remote.store import RemoteStore
@@ -124,7 +123,10 @@ class _Daemon:
         found = mounting.find_mount(config.mountpoint)
         self._mounted = (found.mount_id, found.device) if found is not None else None
         if found is not None:
-            abort_after_this_thread(found.device)
+            try:
+                mounting.abort_after_this_thread(found)
+            except OSError as error:
+                log.info("if this daemon is killed, programs may have to wait: %s", error)
 
     def _mount(self) -> Session:
         """Mount with the requested session, or with the best one that works. Raises MountError."""

@@ -53,6 +53,13 @@ _KERNEL_CHECKS = "default_permissions"
 
 CAP_SYS_ADMIN = 21
 
+# Where systems mount fusectl, which has a directory for each connection. Containers do not.
+_FUSECTL = "/sys/fs/fuse/connections"
+_SYS_FSOPEN, _SYS_FSCONFIG, _SYS_FSMOUNT = 430, 431, 432
+_FD_CLOEXEC, _CMD_CREATE = 1, 6
+# Runs until it gets the signal or its input ends, and then writes to the file `abort` of a connection.
+_ABORT = "exec 2>&-; trap 'echo 1; exit' USR1; read -r line; echo 1"
+
 _FUSE_CONFIG = "/etc/fuse.conf"
 # Mounting where something is mounted waits for this long: an unmount may have begun.
 _UNMOUNT_S = 2.0
@@ -293,6 +300,33 @@ def mount_fuse(fd: int, mountpoint: str, options: MountOptions) -> None:
     except OSError as error:
         hint = _MOUNT_HINTS.get(error.errno or 0, "")
         raise MountError(f"cannot mount on {mountpoint}: {error.strerror}{hint}") from error
+
+
+def abort_after_this_thread(mount: Mount) -> None:
+    """Start a process that aborts the connection of a FUSE mount when the calling thread has ended. Raises
+    OSError.
+
+    The kernel aborts it when /dev/fuse is closed. But a killed daemon keeps that open while another thread
+    of it waits for a lock, whose owner may wait for an answer of the daemon.
+    """
+    name, flags = f"{mount.device.partition(':')[2]}/abort", os.O_WRONLY | os.O_CLOEXEC
+    if os.path.exists(f"{_FUSECTL}/{name}"):
+        abort = os.open(f"{_FUSECTL}/{name}", flags)
+    else:
+        # Mounted where nobody sees it, by root. A call that fails leads to EBADF.
+        context = _libc.syscall(_SYS_FSOPEN, b"fusectl", _FD_CLOEXEC)
+        _libc.syscall(_SYS_FSCONFIG, context, _CMD_CREATE, None, None, 0)
+        directory = _libc.syscall(_SYS_FSMOUNT, context, _FD_CLOEXEC, 0)
+        os.close(context)
+        abort = os.open(name, flags, dir_fd=directory)
+        os.close(directory)
+    # The kernel sends the signal when the thread ends, even if the process does not. The daemon keeps the
+    # other end of the pipe.
+    command = ["setpriv", "--pdeathsig", "USR1", "--", "sh", "-c", _ABORT]
+    with open(os.pipe()[0]) as until, open(abort, "w") as output:
+        subprocess.Popen(
+            command, stdin=until, stdout=output, cwd="/", start_new_session=True
+        ).returncode = 0  # no need to wait for it
 
 
 def remount(mount: Mount, words: Iterable[str]) -> None:

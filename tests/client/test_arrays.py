@@ -505,14 +505,11 @@ def test_store_can_be_sent_to_another_process(store: client.Store) -> None:
     assert (done.returncode, done.stdout, done.stderr) == (0, b"6\n", b"")
 
 
-def test_filesystem_of_a_device_is_known() -> None:
-    assert not _files.is_versioned("/proc")
-    assert not _files._is_irdmafs(os.makedev(4095, 1), 0)
-
-
 def test_another_filesystem_in_the_place_of_one_is_known(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    assert not _files.is_versioned("/proc")
+    assert not _files._is_irdmafs(os.makedev(4095, 1), 0)
     kinds = Mock(side_effect=[b"fuse.irdmafs", b"tmpfs"])
     monkeypatch.setattr(_files, "filesystem_of", kinds)
     store = client.open(tmp_path)

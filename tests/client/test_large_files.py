@@ -69,26 +69,21 @@ def test_every_byte_is_stored_once(folder: Path, mapped: list[int]) -> None:
     assert mapped[-1] == copy.stat().st_size
 
 
-@pytest.mark.parametrize("refused", ["fallocate", "map_file", "process_vm_writev", "reading"])
+@pytest.mark.parametrize("refused", ["fallocate", "map_file", "process_vm_writev", "open"])
 def test_where_it_cannot_be_done_the_file_is_written(
     folder: Path, mapped: list[int], monkeypatch: pytest.MonkeyPatch, refused: str
 ) -> None:
-    def may_not_read(path: str, flags: int, mode: int = 0) -> int:
-        if flags & os.O_RDWR:
-            raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), path)
-        return real_open(path, flags, mode)
-
-    def refuse(*_: object) -> int:
-        if refused == "map_file":
-            raise OSError(errno.ENODEV, "no maps here")
+    def refuse(*given: Any) -> int:
+        if refused == "open" and not given[1] & os.O_RDWR:
+            return real_open(*given)
+        if refused in ("map_file", "open"):
+            raise OSError(errno.ENODEV if refused == "map_file" else errno.EACCES, "not here")
         ctypes.set_errno(errno.EOPNOTSUPP if refused == "fallocate" else errno.EPERM)
         return -1
 
     store, real_open = client.open(folder), os.open
-    if refused == "reading":
-        monkeypatch.setattr(os, "open", may_not_read)
-    else:
-        monkeypatch.setattr(_storing if refused == "map_file" else _storing._libc, refused, refuse)
+    place = {"map_file": _storing, "open": os}.get(refused, _storing._libc)
+    monkeypatch.setattr(place, refused, refuse)
     store.publish_state_dict(arrays())
     found = store.state_dict("model.safetensors")
     assert all(np.array_equal(found[name], array) for name, array in arrays().items())

@@ -83,13 +83,6 @@ def differences(directory: Path, wanted: dict[str, object]) -> list[str]:
     return [f"{path}: {found.get(path)!r:.80} was {wanted.get(path)!r:.80}" for path in paths]
 
 
-def wait_until_as_before(directory: Path, wanted: dict[str, object]) -> None:
-    """Raises AssertionError, which tells what is not."""
-    with suppress(AssertionError):
-        eventually(lambda: not differences(directory, wanted), "it is as before")
-    assert differences(directory, wanted) == []
-
-
 def follows(mount: ClusterMount, revision: int) -> bool:
     return int(counters(mount)["applied_revision"]) >= revision
 
@@ -207,7 +200,10 @@ def test_a_cluster_outlives_all_records_that_a_mount_may_put(tmp_path: Path) -> 
         revision = trio.run(put, mended)
         for mount in cluster.mounts:
             eventually(functools.partial(follows, mount, revision), "it follows", 60)
-            wait_until_as_before(mount.path / "victims", before)
+            victims_here = mount.path / "victims"
+            with suppress(AssertionError):
+                eventually(lambda: not differences(victims_here, before), "it is as before")  # noqa: B023
+            assert differences(victims_here, before) == []
             assert not mount.status()["warnings"]
         eventually(lambda: is_idle(cluster), "nothing is done any more", 30)
         assert all(part.alive for part in cluster.parts())

@@ -6,12 +6,10 @@ have happened, the other one sees at once.
 """
 
 import contextlib
-import errno
 import os
 import re
 import stat
 import subprocess
-import sys
 from collections import Counter
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -22,7 +20,7 @@ from harness.claims import often
 from harness.clusters import Cluster, ClusterMount, Plan, counters, status_at
 from harness.daemons import paused
 from harness.mountpoint import Mount, eventually
-from harness.processes import Program, TakeProcess
+from harness.processes import TakeProcess
 
 ROUNDS = 12
 # Longer than a busy machine stops a host, and yet to be waited for once.
@@ -483,36 +481,6 @@ def test_what_others_removed_leaves_the_memory_of_a_host_that_looked_at_it(
     eventually(lambda: nodes() <= before + 5, f"{before} nodes as before")
 
 
-CHANGE = """
-import os, sys
-folder, name = sys.argv[1:]
-try:
-    for n in range(1_000_000):
-        for each in (f"{folder}/{name}", f"{folder}/shared"):
-            try:
-                open(each, "wb").close()
-                os.stat(each)
-                os.unlink(each)
-            except (FileNotFoundError, FileExistsError):
-                pass
-        if n == 8:
-            print("going on", flush=True)
-except OSError as error:
-    sys.exit(error.errno)
-"""
-
-
-@contextlib.contextmanager
-def changing(folder: Path, name: str) -> Iterator[Program]:
-    """A process that makes and removes files in a directory, and exits with the error that ends it."""
-    with Program(sys.executable, "-c", CHANGE, folder, name) as changer:
-        try:
-            assert changer.stdout.readline() == "going on\n", os.strerror(changer.wait(30))
-            yield changer
-        finally:
-            changer.kill()
-
-
 @pytest.mark.skipif(os.geteuid() != 0, reason="mounts a filesystem")
 def test_what_is_mounted_on_a_directory_stays_when_others_change_what_was_believed_before(
     believing: list[Path],
@@ -527,18 +495,6 @@ def test_what_is_mounted_on_a_directory_stays_when_others_change_what_was_believ
         assert os.path.ismount(other / "place")
     finally:
         subprocess.run(["umount", other / "place"], stderr=subprocess.DEVNULL)
-
-
-def test_killing_a_daemon_ends_the_calls_of_a_directory_that_two_hosts_change(
-    cluster: Cluster, two: list[Path]
-) -> None:
-    """While a program waits in a directory, nothing of the daemon may wait for that directory: it would
-    keep the connection to the kernel, and with it the mount, from coming to an end."""
-    killed = cluster.add_mount("--follow", "/")
-    here, there = two[0], killed.path / two[0].name
-    with changing(here, "here"), changing(there, "there") as changer:
-        killed.kill9()
-        assert changer.wait(30) in (errno.ENOTCONN, errno.ECONNABORTED)
 
 
 def test_a_program_in_a_directory_still_knows_where(two: list[Path], process: TakeProcess) -> None:

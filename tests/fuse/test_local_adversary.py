@@ -6,7 +6,6 @@ locked or closed where others wait for it.
 """
 
 import os
-import signal
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -313,15 +312,11 @@ def test_a_killed_daemon_leaves_nobody_waiting_while_a_thread_of_it_waits_for_a_
             f"{NOWHERE}directory = os.open(public, os.O_RDONLY)\n"
             "stuck(lambda: libc.syscall(217, directory, nowhere, 4096))"  # getdents64(2)
         )
-        with file:
+        with file:  # then the kernel is to forget both names
             file.write(b"x")
-        # The kernel is to forget both names now.
-        for pid in mount.pids():
-            os.kill(pid, signal.SIGKILL)
-        with Process() as other:
-            other.start("os.truncate(path, 1)", path=path)
-            with pytest.raises(OSError, match=r"not connected|abort"):
-                other.result(5)
+        mount.kill9()
+        with Process() as other, pytest.raises(OSError, match=r"not connected|abort"):
+            other.do("os.truncate(path, 1)", path=path)
 
 
 CHECKED = """

@@ -661,10 +661,7 @@ async def test_mknod_makes_only_known_types(mode: int, umask: int, made: int | N
         assert (found and found.mode) == made
 
 
-async def test_a_name_that_others_make_and_remove_can_be_made(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """It is taken whenever the mount would make it, and gone whenever the mount would open it."""
+async def test_a_name_that_others_make_and_remove_is_made(monkeypatch: pytest.MonkeyPatch) -> None:
     async with serving("passthrough", shared=True) as served:
         namespace = served.store.namespace
         makes = Mock(side_effect=[*[FileExistsError(errno.EEXIST, "")] * 100, namespace.create])

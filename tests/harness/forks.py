@@ -177,12 +177,6 @@ def _server() -> ForkServer:
         return _state.server
 
 
-def _can_be_forked(command: Sequence[str]) -> bool:
-    python, program, *_ = (*command, "", "")
-    is_ours = python == sys.executable and Path(program).parent == PROGRAMS
-    return is_ours or tuple(command[: len(PREFIX)]) == PREFIX
-
-
 def namespace_of(launcher: Sequence[str]) -> str | None:
     """Return the network namespace that a launcher enters, "" for none; None if it does anything else."""
     match list(launcher):
@@ -206,7 +200,10 @@ def start(
     allow(Tier.PROMISES, " ".join(command))
     variables = os.environ | dict(environment or {})
     namespace = namespace_of(launcher)
-    if _state.forks and namespace is not None and _can_be_forked(command):
+    python, program, *_ = (*command, "", "")
+    is_ours = python == sys.executable and Path(program).parent == PROGRAMS
+    can_be_forked = is_ours or tuple(command[: len(PREFIX)]) == PREFIX
+    if _state.forks and namespace is not None and can_be_forked:
         server = _server()
         if server.suits(command, variables):
             fds = (fd if isinstance(fd, int) else fd.fileno() for fd in (output, errors))

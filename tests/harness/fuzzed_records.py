@@ -46,15 +46,11 @@ _NAMES = st.one_of(
 )
 
 
-def _a_file(ino: int = 9) -> bytes:
-    inode = Inode(ino, 0o100644, 0, 0, 1)
-    inode.version, inode.xattrs = 1, {b"user.irdmafs.quota_bytes": b"-5", b"": b"x" * 300}
-    return inode.encode()
-
-
+_FILE = Inode(9, 0o100644, 0, 0, 1)
+_FILE.version, _FILE.xattrs = 1, {b"user.irdmafs.quota_bytes": b"-5", b"": b"x" * 300}
 # A sound record of each kind that has fields.
 _SOUND: dict[int, bytes] = {
-    ord("i"): _a_file(),
+    ord("i"): _FILE.encode(),
     ord("m"): forms.encode(forms.MountRecord("host", "/mnt", 7, "0.2", "name", "mount", bytes(32))),
     ord("L"): forms.encode(Entry(False, (Claim(0, 1, 5, 9),), (Claim(1, 0, 0, 2**62),), True, 4)),
     ord("c"): forms.encode(forms.Settings(1, "id", 2, 8, 1 << 30, 3)),

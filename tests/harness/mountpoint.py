@@ -235,8 +235,7 @@ class Mount(Closing):
             # In order, but without a command for it, which takes longer than all else here.
             with contextlib.suppress(AssertionError):
                 self._signal(signal.SIGTERM)
-            if self.pids():
-                self.kill9()
+            self.kill9()
             while self.is_mounted():
                 run("umount", "-il", self.path)
         finally:

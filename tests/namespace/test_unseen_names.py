@@ -198,9 +198,8 @@ async def test_what_lost_a_conflict_has_no_place_beside_a_removed_file(keys: Etc
         assert await error_of(aside) == "ESTALE"
 
 
-@pytest.mark.parametrize("removed", ["replaced", "unlinked"])
-async def test_a_file_whose_name_is_removed_here_is_only_gone_if_another_host_took_it_just_before(
-    keys: EtcdKeys, removed: str
+async def test_a_file_that_its_host_replaces_is_only_gone_if_another_host_took_its_name_before(
+    keys: EtcdKeys,
 ) -> None:
     async with host(keys, Lagging, maker=HERE) as here, host(keys, maker=THERE) as there:
         here.held = lambda ino: True
@@ -208,8 +207,5 @@ async def test_a_file_whose_name_is_removed_here_is_only_gone_if_another_host_to
         for namespace, name in ((here, b"mine"), (there, b"theirs")):
             await namespace.create(ROOT_INO, name, FILE | 0o644, 0, 0, version=1)
         await there.rename(ROOT_INO, b"theirs", ROOT_INO, b"file", 0)
-        if removed == "replaced":
-            await here.rename(ROOT_INO, b"mine", ROOT_INO, b"file", 0)
-        else:
-            await here.unlink(ROOT_INO, b"file")
+        await here.rename(ROOT_INO, b"mine", ROOT_INO, b"file", 0)
         await here.publish(NewVersion(file.ino, ContentId(7), 1, 1, 1))

@@ -64,11 +64,6 @@ class World:
             mine = [record for record in records if record.key.startswith(consumer.prefixes)]
             consumer.load(mine, self.revision)
 
-    def scan_again(self) -> None:
-        """The store's directory is closed, and opened as by another process."""
-        self.files.close()
-        self.files = Files(self.files.directory)
-
     def restart(self) -> None:
         """Another process on the same store."""
         self.groups = Groups()
@@ -312,7 +307,8 @@ def test_what_was_superseded_while_the_node_was_down_is_not_taken_for_pending(wo
     world.keep(content + 1)
     world.name(9, content + 1, 100, one_stripe())
     world.records[key_of(b"i", 9)] = record(9, content + 2, 100, one_stripe()), world.revision
-    world.scan_again()
+    world.files.close()
+    world.files = Files(world.files.directory)
     world.restart()
     assert not world.has(content + 1)
 

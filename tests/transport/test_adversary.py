@@ -29,9 +29,8 @@ from irdmafs.backend.transport.frames import BadMessage, decode_welcome
 from irdmafs.backend.transport.movers import all_movers
 from irdmafs.backend.transport.peers import Peers, open_peers
 from irdmafs.backend.transport.rights import ROLES, Scope, may
-from irdmafs.backend.transport.tcp import data, serving, wire
+from irdmafs.backend.transport.tcp import data, wire
 from irdmafs.backend.transport.tcp.authentication import CODE_BYTES
-from irdmafs.backend.transport.tcp.serving import TcpServing
 from irdmafs.backend.trust.security import Credentials
 
 TO_NODE, TO_MOUNT = 0, 1
@@ -429,25 +428,6 @@ async def test_a_new_session_of_the_same_mount_keeps_its_connections(memory: Pat
                 extent = Extent(session_of_content << 24 | 1, 0)
                 await place.write(extent, bytes(100_000))
             assert cluster.nodes[1].listener.host.counters.connections == connections
-
-
-async def test_one_peers_tickets_do_not_displace_anothers(memory: Path) -> None:
-    async with in_cluster(memory, 1) as cluster:
-        victim, greedy = await strangers.connect(cluster), await strangers.connect(cluster)
-        for stream in (victim, greedy):
-            await stream.send_all(strangers.hello(cluster))
-            await strangers.receive_frame(stream)
-        await victim.send_all(strangers.frame(wire.Tickets(1)))
-        await strangers.receive_frame(victim)
-        office = cluster.nodes[1].serving(TcpServing)
-        [number] = office.pending
-        for _ in range(serving.TICKETS_OF_ONE_MAX // wire.TICKETS_MAX + 2):
-            await greedy.send_all(strangers.frame(wire.Tickets(wire.TICKETS_MAX)))
-            await strangers.receive_frame(greedy)
-        assert number in office.pending
-        assert len(office.pending) == serving.TICKETS_OF_ONE_MAX + 1
-        for stream in (victim, greedy):
-            await stream.aclose()
 
 
 @pytest.mark.parametrize("who", ["nobody", "mount"])

@@ -97,31 +97,24 @@ class Turns(trio.abc.Instrument):
         self.count += 1
 
 
-async def test_an_empty_request_takes_few_turns_of_the_event_loop(memory: Path) -> None:
+async def test_requests_take_few_turns_of_the_event_loop_and_many_leave_turns_to_others(
+    memory: Path,
+) -> None:
     """Of both ends', which are in this process."""
-    asked = 50
+    asked, turns = 60, Turns()
     async with in_cluster(memory, 1) as cluster:
         await cluster.peers.ping(1)
-        turns = Turns()
         trio.lowlevel.add_instrument(turns)
         for _ in range(asked):
             await cluster.peers.ping(1)
-        trio.lowlevel.remove_instrument(turns)
         # The node hears it; the mount hears the answer, and whoever asked goes on.
         assert turns.count <= 3 * asked + 10
-
-
-async def test_a_peer_that_sends_much_at_once_leaves_turns_to_others(memory: Path) -> None:
-    asked = 60
-    async with in_cluster(memory, 1) as cluster:
-        await cluster.peers.ping(1)
-        turns = Turns()
-        trio.lowlevel.add_instrument(turns)
+        turns.count = 0
         async with trio.open_nursery() as nursery:
             for _ in range(asked):
                 nursery.start_soon(cluster.peers.ping, 1)
-        trio.lowlevel.remove_instrument(turns)
         assert asked // 8 <= turns.count <= asked
+        trio.lowlevel.remove_instrument(turns)
 
 
 async def test_many_small_extents_come_in_one_round_trip(memory: Path) -> None:

@@ -5,12 +5,12 @@ import socket
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, asynccontextmanager
 from pathlib import Path
-from typing import Any
 from unittest.mock import AsyncMock, Mock
 
 import pytest
 import test_strangers as strangers
 import trio
+import trio.testing
 from harness.transport_place import MiB, Place, in_cluster, until
 from test_strangers import EXTENT, TARGET, frame
 
@@ -18,6 +18,7 @@ from irdmafs.backend.etcd import etcd_pb2 as pb
 from irdmafs.backend.etcd import rpc
 from irdmafs.backend.node.readers import Readers
 from irdmafs.backend.transport import Extent, door, messages, rights
+from irdmafs.backend.transport.frames import BadMessage
 from irdmafs.backend.transport.tcp import data, serving, wire
 from irdmafs.backend.trust.security import Identity
 
@@ -40,15 +41,27 @@ async def greedy(
         yield streams
 
 
-async def test_strangers_at_one_address_take_no_place_of_another(memory: Path) -> None:
-    async with in_cluster(memory, 1) as cluster, AsyncExitStack() as stack:
-        slow = await stack.enter_async_context(await strangers.connect(cluster))
-        await slow.send_all(b"\0")
-        for _ in range(door.STRANGERS_MAX + 20):
-            stream = await stack.enter_async_context(await strangers.connect(cluster, here=GREEDY))
-            await stream.send_all(b"\0")
-        with trio.move_on_after(0.5):
-            assert not await strangers.is_closed(slow)
+@pytest.mark.parametrize(
+    "slow, greedy",
+    [("127.0.0.1", ["127.0.0.2"] * 2), ("::ffff:127.0.0.1", ["fe80::1%lo", "fe80::2"])],
+)
+async def test_strangers_of_one_address_or_network_take_no_place_of_another(
+    monkeypatch: pytest.MonkeyPatch, slow: str, greedy: list[str]
+) -> None:
+    monkeypatch.setattr(door, "STRANGERS_MAX", 2)
+    node, ended = door.Door(Mock(), door.ServerFigures(), lambda serial: False), list[str]()
+
+    async def come(address: str) -> None:
+        with pytest.raises(BadMessage), node.stranger(address):
+            await trio.sleep_forever()
+        ended.append(address)
+
+    async with trio.open_nursery() as nursery:
+        for address in (slow, *greedy):
+            nursery.start_soon(come, address)
+            await trio.testing.wait_all_tasks_blocked()
+        assert ended == greedy[:1]
+        nursery.cancel_scope.cancel()
 
 
 async def test_a_peer_with_most_of_the_connections_gives_them_up_for_others(
@@ -66,10 +79,15 @@ async def test_tickets_displace_no_others(memory: Path, monkeypatch: pytest.Monk
     monkeypatch.setattr(serving, "TICKETS_PENDING_MAX", 1000)
     async with in_cluster(memory, 1) as cluster, greedy(cluster, 3) as streams:
         connection = await strangers.with_ticket(cluster)
-        for stream in streams * (serving.TICKETS_OF_ONE_MAX // wire.TICKETS_MAX):
-            await stream.send_all(frame(wire.Tickets(wire.TICKETS_MAX)))
-            await strangers.receive_frame(stream)
-        assert connection.ticket.number in cluster.nodes[1].serving(serving.TcpServing).pending
+        pending = cluster.nodes[1].serving(serving.TcpServing).pending
+        before = len(pending)
+        for stream in streams:
+            for _ in range(serving.TICKETS_OF_ONE_MAX // wire.TICKETS_MAX + 2):
+                await stream.send_all(frame(wire.Tickets(wire.TICKETS_MAX)))
+                await strangers.receive_frame(stream)
+            if stream is streams[0]:
+                assert len(pending) == before + serving.TICKETS_OF_ONE_MAX
+        assert connection.ticket.number in pending
         await connection.aclose()
 
 
@@ -93,23 +111,17 @@ async def test_who_takes_no_answers_costs_nobody_else_the_connection(
             assert left > -MiB
 
 
-_WATCHED = pb.WatchCreateRequest(key=b"ab", range_end=b"b", start_revision=1)
-
-
-@pytest.mark.parametrize(
-    "method, asked",
-    [
-        (rpc.RANGE, pb.RangeRequest(key=b"ab", range_end=b"b")),
-        (rpc.WATCH, pb.WatchRequest(create_request=_WATCHED)),
-    ],
-)
-async def test_no_more_is_read_in_etcd_than_a_reader_takes(
-    memory: Path, method: rpc.Method[Any], asked: rpc.Message
-) -> None:
-    many, lengths = bytes(7 * MiB), list[int]()
-    request = frame(messages.AskEtcd(method.path, asked.SerializeToString()))
-    client = Mock(attempt=AsyncMock(return_value=many))
-    readers = Readers(client, b"a", Mock(), Mock(after=AsyncMock(return_value=many)))
+async def test_no_more_is_read_in_etcd_than_a_reader_takes(memory: Path) -> None:
+    client = Mock(attempt=AsyncMock(return_value=bytes(7 * MiB)))
+    readers = Readers(client, b"a", Mock(), Mock(after=AsyncMock(return_value=bytes(7 * MiB))))
+    keys = pb.RangeRequest(key=b"ab", range_end=b"b")
+    create = pb.WatchCreateRequest(key=b"ab", range_end=b"b", start_revision=1)
+    changes = pb.WatchRequest(create_request=create)
+    asked = [
+        messages.AskEtcd(rpc.RANGE.path, keys.SerializeToString()),
+        messages.AskEtcd(rpc.WATCH.path, changes.SerializeToString()),
+    ]
+    lengths = list[int]()
 
     async def ask(peer: rights.Peer, request: messages.AskEtcd) -> messages.EtcdSaid:
         peer.identity = Identity("reader", "r", 7, "1")
@@ -120,8 +132,8 @@ async def test_no_more_is_read_in_etcd_than_a_reader_takes(
     async with in_cluster(memory, 1, timeout_s=60) as cluster:
         cluster.nodes[1].listener.host.etcd = ask
         async with greedy(cluster, 12, "reader") as streams, trio.open_nursery() as nursery:
-            for stream in streams:
-                await stream.send_all(request)
+            for request, stream in zip(asked * 6, streams, strict=True):
+                await stream.send_all(frame(request))
             await until(lambda: sum(lengths) >= 28 * MiB)
             await trio.sleep(0.3)
             assert sum(lengths) <= 42 * MiB

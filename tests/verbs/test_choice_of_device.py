@@ -72,10 +72,10 @@ def test_what_is_asked_for_is_taken_or_nothing(sys: Path) -> None:
     add_device(sys, "a", {0: (ONE, V1), 1: (ONE, V2)})
     add_device(sys, "b", {0: (TWO, V2)})
     found = devices.find(str(sys))
-    assert devices.choose(found, "10.9.0.1", "a", 0).gid.number == 0
-    for device, index in (("b", None), ("a", 5), ("c", None)):
+    assert devices.choose(found, "10.9.0.1", "a").device.name == "a"
+    for device in ("b", "c"):
         with pytest.raises(OSError, match=r"10\.9\.0\.1") as caught:
-            devices.choose(found, "10.9.0.1", device, index)
+            devices.choose(found, "10.9.0.1", device)
         assert caught.value.errno == errno.ENODEV
 
 

@@ -115,15 +115,6 @@ def test_each_device_port_and_gid_has_a_line(sysfs: Path) -> None:
     assert "RoCE v1" in found["card0 GID 1"].found
 
 
-@pytest.mark.parametrize("index", [0, 1, 9])
-def test_a_wrong_gid_is_answered_with_the_right_ones(sysfs: Path, index: int) -> None:
-    add_device(sysfs, "card0", GIDS, netdev="eth7")
-    found = checks(Choice(gid_index=index))["RDMA"]
-    assert found.verdict == "warn"
-    assert f"GID {index}" in found.found
-    assert found.remedy.startswith("--gid-index 2 (10.9.0.1 on card0) or none")
-
-
 @pytest.mark.parametrize(
     ("link_layer", "remedy"), [("Ethernet", "ip link set eth7 up"), ("InfiniBand", "opensm")]
 )

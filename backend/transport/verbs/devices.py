@@ -111,10 +111,8 @@ def find(sys: str = _SYS) -> list[Device]:
     return [_device(Path(sys, name)) for name in names]
 
 
-def explain(
-    devices: list[Device], wanted: str | None = None, gid_index: int | None = None
-) -> Obstacle:
-    """Return why none of the devices (that are `wanted`, or have the GID) can be used; "" if one can."""
+def explain(devices: list[Device], wanted: str | None = None) -> Obstacle:
+    """Return why none of the devices (that are `wanted`) can be used; "" if one can."""
     if names := wanted_names(wanted):
         there = ", ".join(device.name for device in devices) or "none"
         missing = names - {device.name for device in devices}
@@ -126,28 +124,12 @@ def explain(
         devices = [device for device in devices if device.name in names]
     elif not devices:
         return Obstacle("this host has no RDMA device")
-    usable = usable_of(devices, None)
-    if usable:
-        gids = [(device, gid) for device in usable for port in device.ports for gid in port.gids]
-        if gid_index is None or any(gid.number == gid_index for _, gid in gids):
-            return memlock_obstacle()
-        return Obstacle(f"there is no GID {gid_index}", gid_remedy(usable))
+    if usable_of(devices, None):
+        return memlock_obstacle()
     if len(devices) == 1:
         (device,) = devices
         return Obstacle(f"{device.name}: {device.obstacle.found}", device.obstacle.remedy)
     return Obstacle("; ".join(f"{device.name}: {device.obstacle}" for device in devices))
-
-
-def gid_remedy(devices: list[Device]) -> str:
-    """Return the GIDs of these devices that can be chosen."""
-    good = [
-        f"--gid-index {gid.number} ({gid.address} on {device.name})"
-        for device in devices
-        for port in device.ports
-        for gid in port.gids
-        if not gid.weakness
-    ]
-    return " or ".join([*good, "none at all: the one of the address on the way is taken"])
 
 
 def wanted_names(wanted: str | None) -> set[str]:
@@ -177,22 +159,19 @@ def memlock_obstacle() -> Obstacle:
     return Obstacle(f"only {limit >> 10} KiB of memory may be locked", _REMEDY_MEMLOCK)
 
 
-def choose(
-    devices: list[Device], local: str, device: str | None = None, gid_index: int | None = None
-) -> Route:
+def choose(devices: list[Device], local: str, device: str | None = None) -> Route:
     """Return the route that this host's address `local` belongs to: the GID that stands for it, or the port
     whose network interface has it (InfiniBand). Hardware comes before software, RoCE v2 before v1.
 
-    Raises OSError ENODEV; its text says which GID was looked for.
+    Raises OSError ENODEV.
     """
     address = ipaddress.ip_address(local.partition("%")[0])
     if isinstance(address, ipaddress.IPv6Address) and address.ipv4_mapped:
         address = address.ipv4_mapped
-    found = [route for route in entries(devices, device, gid_index) if _leads_to(route, address)]
+    found = [route for route in entries(devices, device) if _leads_to(route, address)]
     if not found:
-        looked = "" if gid_index is None else f" at index {gid_index}"
         names = ", ".join(each.name for each in usable_of(devices, device)) or "no usable device"
-        raise OSError(errno.ENODEV, f"no GID{looked} for this host's address {local} on {names}")
+        raise OSError(errno.ENODEV, f"no GID for this host's address {local} on {names}")
     return min(found, key=lambda route: (route.device.is_soft, route.gid.kind == "RoCE v1"))
 
 
@@ -210,14 +189,13 @@ def usable_of(devices: list[Device], wanted: str | None) -> list[Device]:
     return [each for each in devices if not each.obstacle and (not names or each.name in names)]
 
 
-def entries(devices: list[Device], wanted: str | None, gid_index: int | None) -> Iterator[Route]:
-    """Yield the GIDs of active ports of usable devices: those with the index, if there is one, or else all
-    of Ethernet and the first of InfiniBand."""
+def entries(devices: list[Device], wanted: str | None) -> Iterator[Route]:
+    """Yield the GIDs of active ports of usable devices: all of Ethernet, the first of InfiniBand."""
     for device in usable_of(devices, wanted):
         for port in device.ports:
-            index = 0 if gid_index is None and port.link_layer != "Ethernet" else gid_index
+            is_any = port.link_layer == "Ethernet"
             if port.state == "ACTIVE":
-                gids = (gid for gid in port.gids if index in (None, gid.number))
+                gids = (gid for gid in port.gids if is_any or gid.number == 0)
                 yield from (Route(device, port, gid) for gid in gids)
 
 

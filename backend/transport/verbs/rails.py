@@ -24,15 +24,13 @@ class OwnRail(NamedTuple):
     is_near: bool
 
 
-def find_rails(
-    found: list[Device], local: str, device: str | None = None, gid_index: int | None = None
-) -> list[OwnRail]:
+def find_rails(found: list[Device], local: str, device: str | None = None) -> list[OwnRail]:
     """Return this host's rails, that with the address `local` first. Raises ENODEV if there is none."""
     own = networks.own_addresses()
-    routes = [route for route in entries(found, device, gid_index) if _can_be_paired(route, own)]
+    routes = [route for route in entries(found, device) if _can_be_paired(route, own)]
     way: Route | None = None
     try:
-        way = choose(found, local, device, gid_index)
+        way = choose(found, local, device)
         routes = [way, *(route for route in routes if route != way)]
     except OSError:
         if not routes:

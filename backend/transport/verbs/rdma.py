@@ -41,7 +41,6 @@ class Choice(NamedTuple):
 
     mode: Mode = "auto"
     device: str | None = None
-    gid_index: int | None = None
     threshold_bytes: int = THRESHOLD_BYTES
     limit_bytes: int | None = None
     queue_pairs: int = 1
@@ -135,7 +134,7 @@ class Rdma:
             self.why_not = "RDMA is switched off"
             return self
         found = devices.find()
-        self.why_not = str(devices.explain(found, choice.device, choice.gid_index))
+        self.why_not = str(devices.explain(found, choice.device))
         if not self.why_not:
             try:
                 load()
@@ -210,7 +209,7 @@ class Rdma:
         if time.monotonic() > self._found_at + _FRESH_S:
             self._found = devices.find()
             self._found_at = time.monotonic()
-        return find_rails(self._found, local, self.choice.device, self.choice.gid_index)
+        return find_rails(self._found, local, self.choice.device)
 
     def rail(self, local: str, name: str, gid: bytes) -> OwnRail:
         """Return the rail that was named to a peer. Raises OSError if it is gone."""

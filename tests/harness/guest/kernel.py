@@ -109,7 +109,12 @@ def _source_version() -> str | None:
 def _build(cache: Path) -> Path:
     if platform.machine() != "x86_64":
         raise BuildError(f"User-Mode Linux is for x86_64; this machine is {platform.machine()}")
-    _install_packages()
+    try:
+        subprocess.run([INSTALL, "--packages-only", "guest"], stdout=sys.stderr, check=True)
+    except subprocess.CalledProcessError:
+        raise BuildError(
+            "what the build needs is not installed, see above; as root: scripts/install guest"
+        ) from None
     version = _source_version()
     if version is None:
         raise BuildError(f"there is no Debian package {SOURCE_PACKAGE} here, from which to build")
@@ -119,7 +124,8 @@ def _build(cache: Path) -> Path:
     try:
         say(f"building linux {version}; this takes some minutes, once")
         begin = time.monotonic()
-        _unpack(work)
+        _run("tar", "-xJf", SOURCE, "-C", work, *(f"--exclude={pattern}" for pattern in LEFT_OUT))
+        _run("patch", "-s", "-p1", "-d", work / SOURCE_PACKAGE, "-i", PATCH)
         built = _compile(work / SOURCE_PACKAGE)
         _run("strip", built)
         kernel = cache / _name(version)
@@ -128,21 +134,6 @@ def _build(cache: Path) -> Path:
         return kernel
     finally:
         shutil.rmtree(work, ignore_errors=True)
-
-
-def _install_packages() -> None:
-    try:
-        subprocess.run([INSTALL, "--packages-only", "guest"], stdout=sys.stderr, check=True)
-    except subprocess.CalledProcessError:
-        raise BuildError(
-            "what the build needs is not installed, see above; as root: scripts/install guest"
-        ) from None
-
-
-def _unpack(work: Path) -> None:
-    say("unpacking")
-    _run("tar", "-xJf", SOURCE, "-C", work, *(f"--exclude={pattern}" for pattern in LEFT_OUT))
-    _run("patch", "-s", "-p1", "-d", work / SOURCE_PACKAGE, "-i", PATCH)
 
 
 def _compile(source: Path) -> Path:

@@ -346,7 +346,9 @@ class Worker:
         for path in self.names if self.final else ():
             self._number += 1
             self._read(path)
-        while not self.final and self._number < self.operations and not self._told_to_stop():
+        while not self.final and self._number < self.operations:
+            if select.select([sys.stdin], [], [], self._random.uniform(0, self.pause_s))[0]:
+                break
             self._number += 1
             if not self.writes or self._random.random() < 0.25:
                 self._read(self._random.choice(self.names))
@@ -355,10 +357,6 @@ class Worker:
                 kinds: list[Kind] = ["write", "replace", "unlink", "create"]
                 self._change(self._random.choices(kinds, (50, 25, 15, 10))[0], path)
         self._log.close()
-
-    def _told_to_stop(self) -> bool:
-        pause_s = self._random.uniform(0, self.pause_s)
-        return bool(select.select([sys.stdin], [], [], pause_s)[0])
 
     def _read(self, path: str) -> None:
         operation = self._begin("read", path, None)
