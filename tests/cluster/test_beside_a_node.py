@@ -208,12 +208,12 @@ def test_a_descriptor_of_the_nodes_own_file_is_not_opened_anew_to_write(folder: 
 
 
 def test_a_draft_is_handed_over_in_few_transactions(beside: Cluster) -> None:
-    mount, made = beside.mounts[0], dict[str, bytes]()
+    mount = beside.mounts[0]
+    made = {f"{number}": pattern(number, 1 + number * 3000) for number in range(100)}
     before = counters(mount)["transactions"]
     with draft(mount.path / "model") as directory:
-        for number in range(100):
-            made[f"{number}"] = pattern(number, 1 + number * 3000)
-            Path(directory, f"{number}").write_bytes(made[f"{number}"])
+        for name, data in made.items():
+            Path(directory, name).write_bytes(data)
         with Path(directory, "7").open("r+b") as file:
             file.write(b"changed")
         made["7"] = b"changed" + made["7"][7:]
