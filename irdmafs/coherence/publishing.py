@@ -229,9 +229,14 @@ class Publisher(OnHost):
                 log.warning("%s: what was written when the lock was lost is in %s", where, name)
 
     async def show_newest(self, ino: int) -> None:
-        """Show the newest version, before a lock of the file is granted. Raises OSError ESTALE if something
-        else was written in place here; that is in a file beside it now."""
-        await self._in_place.refresh(ino)
+        """Show the newest version, before a lock of the file is granted; what is open stays if the file was
+        removed. Raises OSError ESTALE if something else was written in place here; that is in a file beside
+        it now."""
+        try:
+            await self._in_place.refresh(ino)
+        except OSError as error:
+            if error.errno != errno.ESTALE or self._inodes[ino].nlink:
+                raise
         inode = self._inodes.get(ino)
         if inode is not None and self._in_place.is_behind(inode):
             await self.publish_in_place(ino, begun=True)

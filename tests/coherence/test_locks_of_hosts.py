@@ -127,7 +127,7 @@ def test_query_tells_of_a_lock_on_another_host_without_its_process(on_hosts: Two
     assert other.do("query(fd, fcntl.F_RDLCK)")[0] == other.do("fcntl.F_UNLCK")
 
 
-@pytest.mark.parametrize("end", ["unlock", "close", "kill"])
+@pytest.mark.parametrize("end", ["unlock", "close", "write and remove", "kill"])
 @pytest.mark.parametrize("lock", ["lockf", "flock"])
 def test_waiter_gets_what_another_host_gives_up(on_hosts: Two, lock: str, end: str) -> None:
     one, other = on_hosts
@@ -138,6 +138,8 @@ def test_waiter_gets_what_another_host_gives_up(on_hosts: Two, lock: str, end: s
         one.do("getattr(fcntl, lock)(fd, fcntl.LOCK_UN)", lock=lock)
     elif end == "close":
         one.do("os.close(fd)")
+    elif end == "write and remove":
+        one.do("os.pwrite(fd, b'1', 0); os.fsync(fd); os.unlink(f); os.close(fd)")
     else:
         one.kill()
     assert other.result() == "mine"
@@ -212,8 +214,7 @@ for number in range(turns):
             os.close(fd)
 refused
 """
-    directories = list(map(str, pair))
-    assert writer.do(take_turns, lock=lock, turns=TURNS, directories=directories) == []
+    assert writer.do(take_turns, lock=lock, turns=TURNS, directories=[*map(str, pair)]) == []
 
 
 def test_try_is_refused_at_once_by_a_holder_and_by_one_that_is_stopped_in_the_end(
