@@ -87,19 +87,14 @@ def clone(source: StrPath, target: StrPath) -> Cloned:
     """
     if os.path.realpath(target).startswith(os.path.join(os.path.realpath(source), "")):
         raise OSError(errno.EINVAL, "It is in what is to be copied", target)
-    copying = _Copying()
+    copying = Copying()
     with _aside(target) as place:
         copying.copy({place: os.fspath(source)}, os.path.dirname(place))
     shared, copied = copying.shared, copying.copied
     return Cloned(len(shared), sum(shared), len(copied), sum(copied))
 
 
-def clone_all(source: str, target: str) -> None:
-    """Copy all that is in a directory into another one. Raises OSError."""
-    _Copying().copy_all(source, target)
-
-
-class _Copying:
+class Copying:
     """Copies files and directories; has the sizes of files that share their bytes, and of others."""
 
     def __init__(self) -> None:
@@ -107,6 +102,7 @@ class _Copying:
         self.copied = list[int]()
 
     def copy_all(self, source: str, target: str) -> None:
+        """Copy all that is in a directory into another one. Raises OSError."""
         names = os.listdir(source)
         self.copy({f"{target}/{name}": f"{source}/{name}" for name in names}, target)
 

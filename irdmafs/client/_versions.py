@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from . import _locks
-from ._drafts import clone_all, store_together
+from ._drafts import Copying, store_together
 from ._files import RENAME_NOREPLACE, StrPath, look_up, open_to_read, rename
 from ._waiting import Seen, wait
 
@@ -94,7 +94,7 @@ class Versions:
         with self._drafted() as path:
             if base is not None:
                 with self.hold(base) as old:
-                    clone_all(old.path, path)
+                    Copying().copy_all(old.path, path)
             yield path
             self._publish(path, expected)
             self._tidy_later()
@@ -106,9 +106,12 @@ class Versions:
         Raises FileExistsError if the newest version is not ``expected``, so that of several writers who
         began with the same version one publishes; and OSError, after which nothing has changed, unless this
         host was cut off for so long that others may have published meanwhile (EIO). EPERM: the directory
-        is a part of a version, which stays whole.
+        is a part of a version, which stays whole; EINVAL: the versions are in it.
         """
         real = Path(directory).resolve()
+        top = Path(self.directory)
+        if top.is_dir() and top.resolve().is_relative_to(real):
+            raise OSError(errno.EINVAL, "It has the versions in it", directory)
         for top in real.parents:
             if real.relative_to(top).parts[0] in _INSIDE and (top / ".held").is_dir():
                 text = f"It is a part of the versions in {top}: copy it"
@@ -259,14 +262,10 @@ class Versions:
 
     def is_held(self, number: int) -> bool:
         """Return whether somebody holds a version. Raises OSError."""
-        try:
-            fd = look_up(os.open, os.path.join(self._held, str(number)), _FLAGS)
-        except FileNotFoundError:
-            return False
-        try:
+        path = os.path.join(self._held, str(number))
+        with contextlib.suppress(FileNotFoundError), open_to_read(path, os.O_NOFOLLOW) as (fd, _):
             return _locks.is_locked(fd)
-        finally:
-            os.close(fd)
+        return False
 
     @contextlib.contextmanager
     def _locked(self, name: str, kind: int, *, waits: bool = True) -> Iterator[int]:

@@ -197,32 +197,32 @@ def test_an_old_version_is_published_again_without_its_bytes(folder: Path) -> No
 
 
 def test_commands_publish_list_compare_hold_and_roll_back(folder: Path, tmp_path: Path) -> None:
-    run, tensor = folder / "run", np.arange(4.0)
+    run, made, tensor = folder / "run", folder / "made", np.arange(4.0)
     assert one_line(irdmafs("publish", folder, run)) == f"{run}/versions: No such file or directory"
     assert one_line(irdmafs("hold", "", "true")) == "The directory has no name"
     run.mkdir()
     for step in (1, 2):
-        (folder / "made" / "below").mkdir(parents=True)
-        (folder / "made" / "below" / "config").write_text(f"{step}")
-        (folder / "made" / "damaged.safetensors").write_text("2" * (step - 1))
-        store = client.open(folder / "made")
-        store.publish_state_dict({"same": tensor, "other": tensor * step})
-        done = irdmafs("publish", folder / "made", run, "--expected", f"{step - 1}")
+        (made / "below").mkdir(parents=True)
+        (made / "below" / "config").write_text(f"{step}")
+        (made / "damaged.safetensors").write_text("2" * (step - 1))
+        client.open(made).publish_state_dict({"same": tensor, "other": tensor * step})
+        done = irdmafs("publish", made, run, "--expected", f"{step - 1}")
         assert done.stdout == f"{run}/versions/{step}\n"
-    (folder / "made").touch()
-    other = irdmafs("publish", folder / "made", run)
-    assert one_line(other) == f"{folder}/made/: Not a directory"
-    other = irdmafs("publish", tmp_path / "made", run)
-    assert one_line(other) == f"{tmp_path}/made/: No such file or directory"
-    (tmp_path / "made").mkdir()
-    other = irdmafs("publish", tmp_path / "made", run)
-    assert one_line(other) == f"{tmp_path}/made/: Not on the filesystem of {run}: copy it there"
-    (folder / "made").unlink()
-    (folder / "made").mkdir()
-    refused = irdmafs("publish", folder / "made", run, "--expected", "1")
+    made.touch()
+    assert one_line(irdmafs("publish", made, run)) == f"{made}/: Not a directory"
+    aside = tmp_path / "aside"
+    assert one_line(irdmafs("publish", aside, run)) == f"{aside}/: No such file or directory"
+    aside.mkdir()
+    other = irdmafs("publish", aside, run)
+    assert one_line(other) == f"{aside}/: Not on the filesystem of {run}: copy it there"
+    made.unlink()
+    made.mkdir()
+    refused = irdmafs("publish", made, run, "--expected", "1")
     assert "version 2 is the newest, not 1" in one_line(refused)
     for part in ("versions/1", "versions/2/below", "versions", ".held"):
         assert "It is a part of the versions" in one_line(irdmafs("publish", run / part, run))
+    assert "It has the versions in it" in one_line(irdmafs("publish", made, made))
+    assert os.listdir(made) == []
     assert irdmafs("diff", run, "2", "2").stdout == ""
     assert irdmafs("diff", run, "1", "2").stdout.splitlines() == [
         "~ below/config", "~ damaged.safetensors", "~ model.safetensors", "~ model.safetensors/other",
@@ -241,5 +241,4 @@ def test_commands_publish_list_compare_hold_and_roll_back(folder: Path, tmp_path
     for seconds in ("0.01", "nan"):
         late = irdmafs("hold", run, "--newer-than", "3", "--timeout", seconds, "true")
         assert f"Nothing newer than version 3 in {seconds} s" in one_line(late)
-    none = irdmafs("versions", folder)
-    assert "`irdmafs publish` has made no version in it" in one_line(none)
+    assert "`irdmafs publish` has made no version in it" in one_line(irdmafs("versions", folder))
