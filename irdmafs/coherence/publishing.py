@@ -65,10 +65,10 @@ class Publisher(OnHost):
                 handle.aborted = handle.killed = True
                 if process.tell_once():
                     where = self._store.namespace.describe(content.ino)
-                    log.info(
-                        "%s: pid %d died writing it; it is not published, as is all that it wrote",
-                        where, pid,
-                    )  # fmt: skip
+                    text = (
+                        "%s: pid %d died writing it; it is not published, as is all that it wrote"
+                    )
+                    log.info(text, where, pid)
                 return
             if (
                 content.seen is None
