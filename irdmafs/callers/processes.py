@@ -104,6 +104,14 @@ def ids_of(pid: int) -> Ids:
     return Ids(process, parent, uid)
 
 
+def process_of(pid: int) -> int:
+    """Return the process that a thread belongs to; the thread itself if it has ended."""
+    try:
+        return ids_of(pid).process
+    except OSError:
+        return pid
+
+
 def _ids_by_name(pid: int) -> Ids:
     try:
         with open(f"/proc/{pid}/status", "rb") as status:
@@ -168,14 +176,15 @@ class Process:
         # The new memory is empty. A process that exits has none at all.
         return self._pages != b"0" and self._code_pages == b"0"
 
+    def exit_code(self) -> int | None:
+        """Return the exit code of a process whose end closes its files, else None. The kernel sets it and
+        takes the memory before it closes them (do_exit)."""
+        flags, exit_code = self._flags_and_exit_code() if self._pages == b"0" else (0, 0)
+        return exit_code if flags & _PF_EXITING else None
+
     def killed_by_signal(self) -> bool:
-        """Return whether a fatal signal is ending the process: its files are then closed by the kernel,
-        not by close(2). Before the kernel closes the files of a process that a signal kills, it sets the
-        exit code and takes the memory (do_exit)."""
-        if self._pages != b"0":
-            return False
-        flags, exit_code = self._flags_and_exit_code()
-        return bool(flags & _PF_EXITING and exit_code & 0x7F)
+        """Return whether a fatal signal is ending the process, which closes its files."""
+        return self._pages == b"0" and bool((self.exit_code() or 0) & 0x7F)
 
     def has_not_run(self) -> bool:
         """Return whether the process was forked and has not finished execve(2) since."""
@@ -242,10 +251,7 @@ class Processes:
             ids = ids_of(closer)
         except OSError:
             return []
-        try:
-            first = ids_of(opener).process
-        except OSError:
-            first = ids.parent  # the thread that opened it has ended
+        first = process_of(opener)
         if ids.process == first or not (await self.of(ids.process)).has_not_run():
             return []
         return [first, ids.parent]

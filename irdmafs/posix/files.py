@@ -5,13 +5,14 @@ import errno
 import os
 import stat
 from collections.abc import Coroutine
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
 from typing import Any, Final
 
 import trio
 
 from ..backend.files.extents import when_unlocked
 from ..backend.namespace import Inode, fail
+from ..callers.processes import process_of
 from ..coherence.content import Content
 from ..coherence.kernel_cache import Name
 from ..coherence.nodes import Handle
@@ -190,13 +191,8 @@ class Files(Part):
         if handle.is_directory:
             raise fail(errno.EBADF)
         if flock or fh in self._locking.lockers:
-            return self._release_locked(handle)
+            return self._locking.releasing(fh, handle.node.ino, self._cache.release)
         return self._cache.release(fh) if handle.writing else None
-
-    async def _release_locked(self, handle: Handle) -> None:
-        """Release a handle through which locks may have been taken."""
-        async with self._locking.releasing(handle.fh, handle.node.ino):
-            await self._cache.release(handle.fh)
 
     async def fsync(self, fh: int) -> None:
         handle = self._handle(fh)
@@ -295,7 +291,8 @@ class Files(Part):
         the file end. Their next owner sees what was written under them, also if the process is killed."""
         locking, node = self._locking, handle.node
         posix, ino = locking.posix, node.ino
-        shielded = locking.may_lose and bool(posix.inodes) and posix.holds(ino, owner)
+        any_locks = posix.inodes or locking.flocks.inodes
+        shielded = locking.may_end(handle.fh, ino, owner) if any_locks else False
         if shielded:
             await detach()
         published = False
@@ -309,6 +306,20 @@ class Files(Part):
                         self._check_locks(handle, pid)
                     await self._cache.publisher.flush(handle, pid)
                 published = True
+                if shielded:
+                    await self._flush_all_of(pid)
             finally:
                 if locking.lost_by or locking.lockers or posix.inodes:
                     await locking.closed(handle.fh, ino, owner, pid, published=published)
+
+    async def _flush_all_of(self, pid: int) -> None:
+        """Publish all that a process has written if its end closes its files, before its locks end.
+        Descriptors opened by a thread that has ended are not known to be the process's."""
+        if (await self._processes.of(pid)).exit_code() is None:
+            return
+        handles, process = self._nodes.handles, process_of(pid)
+        for fh in list(handles):
+            handle = handles.get(fh)
+            if handle and handle.writing and process_of(handle.pid) == process:
+                with suppress(OSError), self._cache.host.held(self._content(handle)):
+                    await self._cache.publisher.flush(handle, pid)

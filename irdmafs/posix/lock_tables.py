@@ -18,6 +18,7 @@ from typing import NamedTuple
 
 import trio
 
+from ..backend.model.lock_claims import FLOCK, POSIX
 from .ranges import Overlaps, Ranges
 
 # The last byte a lock can cover; a lock up to here covers what is appended later, too.
@@ -129,6 +130,8 @@ class LockTable:
     The owner is a number that the kernel chose, one for each process (its table of open files).
     Locks of one owner never block each other.
     """
+
+    kind = POSIX
 
     def __init__(self) -> None:
         # Tables of inodes that have locks or waiters.
@@ -308,6 +311,8 @@ class FlockTable(LockTable):
     then block or fail without it, as flock(2) does on Linux: two shared holders that both want to
     be exclusive do not wait for each other for ever. Deadlocks are not detected.
     """
+
+    kind = FLOCK
 
     def acquire(self, ino: int, owner: int, lock: Lock) -> None:
         if bool(self._held(ino, owner).writes) != (lock.type == F_WRLCK):

@@ -11,16 +11,15 @@ import logging
 import os
 import select
 import time
-from collections.abc import AsyncIterator, Iterable
-from contextlib import asynccontextmanager
+from collections.abc import Awaitable, Callable, Iterable
 from fcntl import F_RDLCK, F_UNLCK
 from typing import TYPE_CHECKING, NamedTuple
 
 import trio
 
-from ..backend.model.lock_claims import FLOCK, POSIX, Claim, LockHolder
+from ..backend.model.lock_claims import POSIX, Claim, LockHolder
 from ..backend.store.api import Store
-from ..callers.processes import ids_of
+from ..callers.processes import process_of
 from ..coherence.kernel_cache import KernelCache
 from ..coherence.publishing import Publisher
 from ..inline import detach
@@ -49,8 +48,6 @@ class Locking(LockHolder):
     ) -> None:
         self._scope = scope
         self._shared = store.locks if scope == "cluster" else None
-        # Locks that hold on other hosts end with the mount's session.
-        self.may_lose = self._shared is not None
         self._contents = contents
         self._kernel = kernel
         self._describe = store.namespace.describe
@@ -72,24 +69,19 @@ class Locking(LockHolder):
         on another host has the number 0."""
         self._refuse()
         found = self.posix.test(ino, owner, lock)
-        if found is not None:
-            return found
-        if self._shared is not None and lock.type != F_UNLCK:
+        if found is None and self._shared is not None and lock.type != F_UNLCK:
             await detach()
             other = await self._shared.test(ino, Claim(POSIX, lock.type, lock.start, lock.end))
-            if other is not None:
-                return Lock(other.type, other.start, other.end, 0)
-        return lock._replace(type=F_UNLCK)
+            found = other and Lock(other.type, other.start, other.end, 0)
+        return found or lock._replace(type=F_UNLCK)
 
     async def lock(
         self, fh: int, ino: int, owner: int, lock: Lock, *, flock: bool, wait: bool
     ) -> None:
         """fcntl(F_SETLK, F_SETLKW) and flock(2), also LOCK_UN. Raises OSError EAGAIN, EDEADLK, ENOLCK;
         EIO: a lock of the file was lost."""
-        table = self.flocks if flock else self.posix
-        if flock:
-            # The kernel may reuse the number of a file description before its release is known here.
-            owner = fh
+        # The kernel may reuse the number of a file description before its release is known here.
+        table, owner = (self.flocks, fh) if flock else (self.posix, owner)
         if lock.type == F_UNLCK:
             try:
                 await self._unlock(table, ino, owner, lock)
@@ -108,7 +100,7 @@ class Locking(LockHolder):
     ) -> None:
         shared = self._shared
         since = turn = time.monotonic()
-        claim = _claim(table, lock)
+        claim = Claim(table.kind, lock.type, lock.start, lock.end)
         if shared is not None:
             await self._tell_lost(lock.pid, ino)
             await self._contents.show_name(ino)
@@ -160,18 +152,16 @@ class Locking(LockHolder):
         try:
             await self._publish_written(shared, table, ino, owner, lock, closing=closing)
         except OSError:
-            await self._give_up(shared, table, ino, owner, lock)
+            await self._give_up(table, ino, owner, lock)
             raise
         # A process that is killed meanwhile keeps its locks until its files are closed, and published.
-        await self._give_up(shared, table, ino, owner, lock)
+        await self._give_up(table, ino, owner, lock)
 
-    async def _give_up(
-        self, shared: "SharedLocks", table: LockTable, ino: int, owner: int, lock: Lock
-    ) -> None:
+    async def _give_up(self, table: LockTable, ino: int, owner: int, lock: Lock) -> None:
         table.acquire(ino, owner, lock)
-        if not shared.is_alone(ino):
+        if self._shared is not None and not self._shared.is_alone(ino):
             await detach()
-            await shared.shrink(ino)
+            await self._shared.shrink(ino)
 
     async def _publish_written(
         self,
@@ -204,6 +194,11 @@ class Locking(LockHolder):
         """Return how many locks the processes of this host hold."""
         return self.posix.count() + self.flocks.count()
 
+    def may_end(self, fh: int, ino: int, owner: int) -> bool:
+        """Return whether other hosts may get a lock when a descriptor is closed."""
+        held = fh in self.lockers or self.posix.holds(ino, owner) or self.flocks.holds(ino, fh)
+        return held and self._shared is not None
+
     async def closed(self, fh: int, ino: int, owner: int, pid: int, *, published: bool) -> None:
         """Drop a process's locks on a file when it closes a descriptor of it, as POSIX requires. Without
         locks, `lockers` and lost ones there are none to drop. Raises OSError if bytes written under them
@@ -217,21 +212,20 @@ class Locking(LockHolder):
             await self._told(pid, ino)
         if self.posix.holds(ino, owner):
             all_of_it = Lock(F_UNLCK, 0, LAST_BYTE, pid)
-            if published or self._shared is None:
+            if published:
                 await self._unlock(self.posix, ino, owner, all_of_it, closing=True)
             else:
-                await self._give_up(self._shared, self.posix, ino, owner, all_of_it)
+                await self._give_up(self.posix, ino, owner, all_of_it)
         await self._tell_lost(pid, ino)
 
-    @asynccontextmanager
-    async def releasing(self, fh: int, ino: int) -> AsyncIterator[None]:
-        """Give up the locks of a handle that has no descriptor any more, after its bytes are published."""
+    async def releasing(self, fh: int, ino: int, release: Callable[[int], Awaitable[None]]) -> None:
+        """Release a handle that has no descriptor any more, which publishes its bytes, and its locks."""
         owners = self.lockers.pop(fh, ())
         all_of_it = Lock(F_UNLCK, 0, LAST_BYTE, 0)
         self._leaving[fh] = trio.Event()
         try:
             try:
-                yield
+                await release(fh)
                 writes = any(self.posix.writes(ino, owner, all_of_it) for owner in owners)
                 if writes and self._shared is not None:
                     await self._shared.store_answered()
@@ -251,7 +245,7 @@ class Locking(LockHolder):
     def held(self, ino: int) -> Iterable[Claim]:
         for table in (self.posix, self.flocks):
             for lock in table.held(ino):
-                yield _claim(table, lock)
+                yield Claim(table.kind, lock.type, lock.start, lock.end)
 
     async def publish(self, ino: int) -> None:
         await self._contents.publish_in_place(ino, begun=False)
@@ -314,7 +308,7 @@ class Locking(LockHolder):
         """Note that a process gets an error when it locks, unlocks or closes a file. Return whether it had
         lost a lock of the file and was not told before. Then what it may have written since is set aside,
         and others on this host get locks again."""
-        pid = _process_of(pid)
+        pid = process_of(pid)
         loser = self._loser(pid)
         if loser is None or ino not in loser.inodes:
             return False
@@ -332,22 +326,5 @@ class Locking(LockHolder):
         return True
 
     def check(self, pid: int) -> None:
-        if self.lost_by and self._loser(_process_of(pid)) is not None:
-            raise OSError(
-                errno.EIO,
-                "the process lost a lock when the mount was cut off; close, unlock or lock that file first",
-            )
-
-
-def _claim(table: LockTable, lock: Lock) -> Claim:
-    if isinstance(table, FlockTable):
-        return Claim(FLOCK, lock.type, 0, LAST_BYTE)
-    return Claim(POSIX, lock.type, lock.start, lock.end)
-
-
-def _process_of(pid: int) -> int:
-    """Return the process that a thread belongs to; the thread itself if it has ended."""
-    try:
-        return ids_of(pid).process
-    except OSError:
-        return pid
+        if self.lost_by and self._loser(process_of(pid)) is not None:
+            raise OSError(errno.EIO, "the mount was cut off: close, unlock or lock that file first")

@@ -17,8 +17,8 @@ from harness.seeds import chosen_seed
 PLAN = Plan(nodes=1, mounts=2, replicas=1, buckets=4, lease_ttl_s=4)
 SLOTS = 6
 TURNS = 10
+DIE = "os.kill(os.getpid(), signal.SIGKILL)"
 NEVER_S = 0.3  # what must not happen is looked for so long
-
 PREPARE = f"""{TRY_LOCKS}
 import struct
 def failure(step):
@@ -27,6 +27,7 @@ def failure(step):
     except OSError as error:
         return error.errno
     return 0
+fd = os.open(f, os.O_RDWR | os.O_CREAT)
 """
 COUNT = """
 for _ in range(times):
@@ -103,10 +104,9 @@ def test_flock_and_ranges_do_not_see_each_other_between_hosts(on_hosts: Two) -> 
 def test_open_file_description_locks_hold_between_hosts(on_hosts: Two) -> None:
     one, other = on_hosts
     take = """
-F_OFD_SETLK = 37
 def ofd(kind):
     request = struct.pack('hhqqi4x', kind, 0, 0, 0, 0)
-    return failure(lambda: fcntl.fcntl(fd, F_OFD_SETLK, request))
+    return failure(lambda: fcntl.fcntl(fd, fcntl.F_OFD_SETLK, request))
 """
     one.do(take)
     other.do(take)
@@ -127,41 +127,48 @@ def test_query_tells_of_a_lock_on_another_host_without_its_process(on_hosts: Two
     assert other.do("query(fd, fcntl.F_RDLCK)")[0] == other.do("fcntl.F_UNLCK")
 
 
-@pytest.mark.parametrize("end", ["unlock", "close", "write and remove", "kill"])
+@pytest.mark.parametrize(
+    "end",
+    [
+        "getattr(fcntl, lock)(fd, fcntl.LOCK_UN)",
+        "os.close(fd)",
+        "os.pwrite(fd, b'1', 0); os.fsync(fd); os.unlink(f); os.close(fd)",
+        DIE,
+    ],
+)
 @pytest.mark.parametrize("lock", ["lockf", "flock"])
 def test_waiter_gets_what_another_host_gives_up(on_hosts: Two, lock: str, end: str) -> None:
     one, other = on_hosts
     one.do("getattr(fcntl, lock)(fd, fcntl.LOCK_EX)", lock=lock)
     other.start("getattr(fcntl, lock)(fd, fcntl.LOCK_EX); 'mine'", lock=lock)
     assert not other.finished(NEVER_S)
-    if end == "unlock":
-        one.do("getattr(fcntl, lock)(fd, fcntl.LOCK_UN)", lock=lock)
-    elif end == "close":
-        one.do("os.close(fd)")
-    elif end == "write and remove":
-        one.do("os.pwrite(fd, b'1', 0); os.fsync(fd); os.unlink(f); os.close(fd)")
-    else:
-        one.kill()
+    one.start(end, lock=lock)
     assert other.result() == "mine"
 
 
+@pytest.mark.parametrize("end", [DIE, "os._exit(0)"])
 @pytest.mark.parametrize("lock", ["lockf", "flock"])
-def test_next_holder_sees_what_a_killed_holder_wrote_in_place(
-    pair: list[Path], process: TakeProcess, lock: str
+def test_next_holder_sees_what_a_holder_that_ends_wrote_in_place(
+    pair: list[Path], process: TakeProcess, lock: str, end: str
 ) -> None:
-    (pair[0] / "file").write_bytes(b"0")
-    take = "fd = os.open(d + '/file', os.O_RDWR); getattr(fcntl, lock)(fd, fcntl.LOCK_EX)"
+    """Also in files that it opened before and after the locked one, such as a journal."""
+    names = ["before", "locked", "after"]
+    for name in names:
+        (pair[0] / name).write_bytes(b"0")
+    opened = "fds = [os.open(f'{d}/{name}', os.O_RDWR) for name in names]"
+    take = "; getattr(fcntl, lock)(fd, fcntl.LOCK_EX); "
     other = process()
-    for number in range(1, 4):
+    for number in (b"1", b"3", b"5", b"7"):
         one = process()
-        one.do(take, d=str(pair[0]), lock=lock)
-        one.do("os.pwrite(fd, number, 0)", number=b"%d" % (2 * number - 1))
-        other.start(take + "; os.pread(fd, 9, 0)", d=str(pair[1]), lock=lock)
+        one.do(f"{opened}; fd = fds[1]{take}", d=str(pair[0]), names=names, lock=lock)
+        one.do("[os.pwrite(fd, number, 0) for fd in fds]", number=number)
+        look = f"fd = os.open(d + '/locked', os.O_RDWR){take}{opened}; [os.pread(fd, 9, 0) for fd in fds]"
+        other.start(look, d=str(pair[1]), names=names, lock=lock)
         assert not other.finished(NEVER_S / 3)
-        one.kill()
-        assert int(other.result()) == 2 * number - 1
-        other.do("os.pwrite(fd, number, 0); os.close(fd)", number=b"%d" % (2 * number))
-    assert os.listdir(pair[0]) == ["file"], "nobody was in conflict"
+        one.start(end)
+        assert other.result() == [number] * 3
+        other.do("[(os.pwrite(fd, b'2', 0), os.close(fd)) for fd in (fd, *fds)]")
+    assert sorted(os.listdir(pair[0])) == sorted(names), "nobody was in conflict"
 
 
 def test_waiter_that_is_interrupted_or_killed_gets_nothing(
@@ -382,8 +389,7 @@ inside, added
 
 
 def _opened(process: Process, directory: Path, name: str) -> None:
-    process.do(PREPARE)
-    process.do("fd = os.open(f, os.O_RDWR | os.O_CREAT)", d=str(directory), f=str(directory / name))
+    process.do(PREPARE, d=str(directory), f=str(directory / name))
 
 
 def _both(process: TakeProcess, pair: list[Path], name: str) -> Two:
