@@ -29,6 +29,8 @@ LENT_NS = 0
 # One call may copy at most this much, so that a signal or a cancelled scope is noticed in between.
 _COPY_CHUNK_BYTES = 256 * 1024 * 1024
 
+# A store with less room than this is full: a write may just have been refused.
+_FULL_BYTES = 64 * 1024
 # A command takes the lock of a store for a moment to see whether it is free.
 _LOOKED_AT_S = 0.3
 _LOOK_AGAIN_S = 0.01
@@ -89,6 +91,9 @@ class ExtentStore:
         self._dir_fd = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
         # Extents below the first were there before.
         self.first = self._next = ContentId(max(self, default=0) + 1)
+        # How many extents programs fill of which none may be a version if a write was refused, which only
+        # they see; and when the store was last found full.
+        self.filled = self.full_ns = 0
 
     def close(self) -> None:
         os.close(self._dir_fd)
@@ -164,6 +169,8 @@ class ExtentStore:
 
     def free(self, extent: ContentId) -> None:
         """Remove an extent; its memory goes when the last open file of it is closed."""
+        if self.filled:
+            self.look_for_room()
         try:
             os.unlink(f"{extent:x}", dir_fd=self._dir_fd)
         except FileNotFoundError:
@@ -174,6 +181,13 @@ class ExtentStore:
         with self.opened(extent) as fd:
             os.fsync(fd)
         os.fsync(self._dir_fd)
+
+    def look_for_room(self) -> None:
+        """Note whether the store is full, before somebody makes room."""
+        room = os.fstatvfs(self._dir_fd)
+        # f_blocks is 0 on a tmpfs without a limit.
+        if room.f_blocks and room.f_bavail * room.f_frsize < _FULL_BYTES:
+            self.full_ns = time.time_ns()
 
     def statvfs(self) -> os.statvfs_result:
         return os.fstatvfs(self._dir_fd)

@@ -88,9 +88,7 @@ def ids_of(pid: int) -> Ids:
     """Return the ids of a process or thread. Raises ProcessLookupError."""
     try:
         fd = os.pidfd_open(pid, _PIDFD_THREAD)
-    except ProcessLookupError:
-        raise
-    except (OSError, OverflowError):  # before Linux 6.9, or no number of a process
+    except (OSError, OverflowError):  # before Linux 6.9, it has ended, or no number of a process
         return _ids_by_name(pid)
     info = bytearray(_INFO.size)
     info[0] = _INFO_PID_AND_CREDS
@@ -321,8 +319,9 @@ class Processes:
         masks = {name: int(value, 16) for name, value in found.items()}
         pending = (masks[b"SigPnd"] | masks[b"ShdPnd"]) & ~masks[b"SigBlk"]
         caught = pending & masks[b"SigCgt"]
-        deadly = pending & ~caught & ~masks[b"SigIgn"] & ~_mask(*_HARMLESS)
-        return PendingSignals(bool(deadly), bool(caught & _mask(SIGINT)), bool(caught))
+        harmless = masks[b"SigIgn"] | sum(1 << (number - 1) for number in _HARMLESS)
+        deadly, keyboard = pending & ~caught & ~harmless, caught & (1 << (SIGINT - 1))
+        return PendingSignals(bool(deadly), bool(keyboard), bool(caught))
 
 
 class PendingSignals(NamedTuple):
@@ -332,7 +331,3 @@ class PendingSignals(NamedTuple):
     fatal: bool
     keyboard: bool
     handled: bool = False
-
-
-def _mask(*signals: int) -> int:
-    return sum(1 << (number - 1) for number in signals)

@@ -107,6 +107,7 @@ class Carried(OnHost):
         if not size and content.extent and not content.holds and content.state is State.VERSION:
             # The content need not be fetched to be emptied.
             self._table.give_extent(content, NO_CONTENT, frees=False)
+            self._host.drop_idle_backings(inode.ino)
         await self._cut_and_publish(content, size)
 
     async def empty(self, content: Content) -> None:

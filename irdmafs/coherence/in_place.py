@@ -89,6 +89,8 @@ class InPlace(OnHost):
         for the file's lock, unless it `is_alone`."""
         if not content.state.writable or content.is_busy:
             await self.make_writable(content)
+        if self._store.extents.filled:
+            self._store.extents.look_for_room()
         if self.is_alone(content, node):
             with self._store.extents.opened(content.extent, os.O_RDWR) as fd:
                 change(fd)

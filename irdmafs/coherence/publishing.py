@@ -76,9 +76,8 @@ class Publisher(OnHost):
                 and await self._has_duplicate(pid, content.ino)
             ):
                 return
-            replaces = content.state is State.REPLACING and not handle.node.cached
-            if replaces and self._table.may_lack_bytes(content):
-                raise self._starved(handle)
+            if content.state is State.REPLACING and not handle.node.cached:
+                self._table.refuse_gaps(handle, content)
         changed = self._table.is_changed(handle, content)
         if not changed and not self._is_to_be_compared(content):
             if inode.maker and not (await self._processes.of(pid)).killed_by_signal():
@@ -119,12 +118,6 @@ class Publisher(OnHost):
         process = await self._processes.of(pid)
         return not process.is_in_exec() and await self._processes.holds_low(pid, ino)
 
-    @staticmethod
-    def _starved(handle: Handle) -> OSError:
-        """Have nothing of a private content that may lack bytes published, and return the error of it."""
-        handle.aborted = True
-        return fail(errno.ENOSPC, "the store is full; the version before stays")
-
     async def last_release(self, handle: Handle, content: Content) -> None:
         """Publish the rest when the last descriptor of the only writer, and its mappings, are gone.
 
@@ -164,9 +157,8 @@ class Publisher(OnHost):
             return  # nobody else can open it
         if content.state.ended and not self._table.is_written(content):
             return
-        replaces = content.state is State.REPLACING and not handle.node.cached
-        if replaces and self._table.may_lack_bytes(content):
-            raise self._starved(handle)
+        if content.state is State.REPLACING and not handle.node.cached:
+            self._table.refuse_gaps(handle, content)
         changed = self._table.is_changed(handle, content)
         if not self._store.sends:
             # There is no other copy, but processes that wait for versions must be told of this one.
@@ -388,6 +380,8 @@ class Publisher(OnHost):
             self._table.publishing[ino] = content
         elif self._store.waits:
             turn = self._begin_turn(content)
+        is_whole = content.state is State.REPLACING
+        self._store.extents.filled -= is_whole
         try:
             while True:
                 try:
@@ -400,6 +394,7 @@ class Publisher(OnHost):
                     # On one host the last close wins.
                     version = version._replace(base=newest.version)
         finally:
+            self._store.extents.filled += is_whole
             if turn is not None:
                 self._end_turn(ino, turn)
         self._table.published[ino] = inode.version

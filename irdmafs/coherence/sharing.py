@@ -120,6 +120,7 @@ class Sharing:
         content = Content(inode, replaces=True)
         self.allocate(content, inode)
         self._table.private.setdefault(content.ino, []).append(content)
+        self._table.store.extents.filled += 1
         return content
 
     def allocate(self, content: Content, inode: Inode, *, whole: bool = False) -> None:

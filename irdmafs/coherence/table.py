@@ -3,6 +3,7 @@
 With passthrough the daemon sees no writes: only the size and the times of an extent tell.
 """
 
+import errno
 import itertools
 import os
 import platform
@@ -11,13 +12,11 @@ from contextlib import suppress
 from typing import Final
 
 from ..backend.model.records import ContentId
-from ..backend.namespace import Inode
+from ..backend.namespace import Inode, fail
 from ..backend.store.api import Store
 from .content import Content, Stamp
 from .nodes import Handle
 
-# A store with less room than this is full: a write may just have failed.
-_FULL_BYTES: Final = 64 * 1024
 # The unit of st_blocks.
 BLOCK_BYTES = 512
 # The limit of descriptors kept for contents that are being written, so that no program exhausts them.
@@ -52,7 +51,6 @@ class ContentTable:
         self.store = store
         self._inodes = store.namespace.inodes
         self._grain_ns = 0 if _stamps_are_fine() else _TIMESTAMP_GRAIN_NS
-        self._full_ns = 0  # when the store was last found full
         self.current: dict[int, Content] = {}
         # Contents that replace their files when they are published, the newest one last.
         self.private: dict[int, list[Content]] = {}
@@ -114,15 +112,15 @@ class ContentTable:
             return True
         return not surely and self._grain_ns > 0 and self._may_share_a_tick(content, status)
 
-    def may_lack_bytes(self, content: Content) -> bool:
-        """Return whether the kernel may have refused a write to a content that began empty, unseen by the
-        daemon: the store is full, or was found so since. Also such a write moves a time."""
-        room = self.store.extents.statvfs()
-        # f_blocks is 0 on a tmpfs without a limit.
-        if room.f_blocks and room.f_bavail * room.f_frsize < _FULL_BYTES:
-            self._full_ns = time.time_ns()
-        begun_ns = content.begun[1] if content.begun else self._full_ns
-        return begun_ns < self._full_ns and (self._grain_ns > 0 or self.is_written(content))
+    def refuse_gaps(self, handle: Handle, content: Content) -> None:
+        """Raise OSError ENOSPC, and have nothing of a private content published, if the kernel may have
+        refused a write to it: the store is full, or was found so since. Also such a write moves a time."""
+        self.store.extents.look_for_room()
+        full_ns = self.store.extents.full_ns
+        begun_ns = content.begun[1] if content.begun else full_ns
+        if begun_ns < full_ns and (self._grain_ns > 0 or self.is_written(content)):
+            handle.aborted = True
+            raise fail(errno.ENOSPC, "the store is full; the version before stays")
 
     def _may_share_a_tick(self, content: Content, status: os.stat_result | None = None) -> bool:
         """Return whether a write after the publication may have left the times unchanged."""
@@ -277,5 +275,6 @@ class ContentTable:
         left = self.private.get(content.ino)
         if left is not None and content in left:
             left.remove(content)
+            self.store.extents.filled -= 1
             if not left:
                 del self.private[content.ino]

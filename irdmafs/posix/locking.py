@@ -276,8 +276,7 @@ class Locking(LockHolder):
                     "published until it has closed, unlocked or locked the file",
                     self._describe(ino), pid,
                 )  # fmt: skip
-                loser = self._loser(pid)
-                if loser is None:
+                if (loser := self._loser(pid)) is None:
                     try:
                         loser = self.lost_by[pid] = _Loser(os.pidfd_open(pid), {})
                     except OSError:
@@ -286,18 +285,14 @@ class Locking(LockHolder):
 
     def _loser(self, pid: int) -> _Loser | None:
         """Return the process of this number if it lost locks, and was not told of all of them."""
-        loser = self.lost_by.get(pid)
-        if loser is None:
+        if (loser := self.lost_by.get(pid)) is None:
             return None
         ended = select.poll()
         ended.register(loser.process, select.POLLIN)
         if not ended.poll(0):
             return loser
-        self._forget(pid)
-        return None
-
-    def _forget(self, pid: int) -> None:
         os.close(self.lost_by.pop(pid).process)
+        return None
 
     async def _tell_lost(self, pid: int, ino: int) -> None:
         """Raise OSError EIO, once, when a process locks, unlocks or closes a file whose lock it lost."""
@@ -314,7 +309,7 @@ class Locking(LockHolder):
             return False
         writes = loser.inodes.pop(ino)
         if not loser.inodes:
-            self._forget(pid)
+            os.close(self.lost_by.pop(pid).process)
         try:
             if writes:
                 await self._contents.set_aside(ino)

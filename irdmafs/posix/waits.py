@@ -110,9 +110,8 @@ class Waits:
     @contextmanager
     def _one_more(self, uid: int) -> Iterator[None]:
         """Count one that waits."""
-        user, most = (
-            (uid, _OF_ONE_USER_MAX) if self._tells_of_signals else (0, _WITHOUT_SIGNALS_MAX)
-        )
+        signals = self._tells_of_signals
+        user, most = (uid, _OF_ONE_USER_MAX) if signals else (0, _WITHOUT_SIGNALS_MAX)
         if self._waiting[user] >= most:
             raise fail(errno.EAGAIN, "too many wait")
         self._waiting[user] += 1
