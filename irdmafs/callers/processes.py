@@ -6,6 +6,7 @@ is the one who mounted. Reading them once they are open does not block."""
 import errno
 import fcntl
 import os
+import select
 import struct
 from collections import OrderedDict
 from collections.abc import Collection
@@ -108,6 +109,22 @@ def process_of(pid: int) -> int:
         return ids_of(pid).process
     except OSError:
         return pid
+
+
+def has_ended(thread: int) -> bool:
+    """Return whether a thread that a pidfd stands for has ended."""
+    ended = select.poll()
+    ended.register(thread, select.POLLIN)
+    return bool(ended.poll(0))
+
+
+def is_gone(pid: int) -> bool:
+    """Return whether a thread has ended, as far as can be seen."""
+    try:
+        with os.fdopen(os.pidfd_open(pid, _PIDFD_THREAD)) as thread:
+            return has_ended(thread.fileno())
+    except (OSError, ValueError) as error:
+        return isinstance(error, ProcessLookupError)
 
 
 def _ids_by_name(pid: int) -> Ids:

@@ -13,10 +13,10 @@ between; by fanotify, never.
 import errno
 import os
 import time
-from collections import Counter
 from dataclasses import dataclass, field
 
 from ..backend.namespace import Inode, fail
+from ..callers.processes import is_gone
 from .content import Content, State
 from .host import Host, OnHost
 from .kernel_cache import Name
@@ -27,6 +27,8 @@ from .sharing import truncates
 # promise belongs to an open that died.
 _MAX_AGE_S = 10.0
 _MAX_PROMISES = 65536
+# The oldest ones may be of threads that were killed: others come back at once.
+_LOOKED_AT = 16
 
 
 @dataclass(slots=True, eq=False)
@@ -72,8 +74,6 @@ class Routes(OnHost):
         # The promises not kept yet, at most one for each thread, and for each inode one for all threads
         # whose number cannot be seen. Lookups and opens check whether it is empty without a call.
         self.promises: dict[tuple[int, int], Promise] = {}
-        # How many threads are on their way to a node of each inode.
-        self._awaited: Counter[int] = Counter()
 
     # -- lookups ---------------------------------------------------------------------------------
 
@@ -135,7 +135,8 @@ class Routes(OnHost):
 
     def names_are_stable(self, ino: int) -> bool:
         """Return whether the kernel may keep the answer of a lookup: every thread gets the same node."""
-        return ino not in self._table.private and ino not in self._awaited
+        awaited = self.promises and any(node.promised for node in self._nodes.of(ino))
+        return not awaited and ino not in self._table.private
 
     # -- opens -----------------------------------------------------------------------------------
 
@@ -163,7 +164,7 @@ class Routes(OnHost):
                 raise fail(errno.ESTALE)
             return node.content, truncates(flags)
         if self.promises:
-            self._withdraw_stale()
+            self._withdraw_stale(inode.ino)
         content, cut = self._sharing.content_for(inode, flags)
         # Lookups of the name must not find a private content.
         bindable = content.state is not State.REPLACING or nameless
@@ -181,7 +182,7 @@ class Routes(OnHost):
     def choose_any(self, inode: Inode, flags: int, pid: int) -> tuple[Node, Content, bool]:
         """Return the same, and the node, for a request that accepts any node."""
         self.withdraw(pid, inode.ino)
-        self._withdraw_stale()
+        self._withdraw_stale(inode.ino)
         content, cut = self._sharing.content_for(inode, flags)
         return self._node_for(inode, content), content, cut
 
@@ -218,7 +219,7 @@ class Routes(OnHost):
         """Prepare the thread's second try, which comes by name, or to the same node: that finds a node for
         the content, which may be `chosen` already. Return what it is promised."""
         if chosen is None:
-            self._withdraw_stale()
+            self._withdraw_stale(inode.ino)
             chosen = self._sharing.content_for(inode, flags)
         content, cut = chosen
         self.withdraw(pid, inode.ino)
@@ -230,7 +231,6 @@ class Routes(OnHost):
         promise = Promise(name, came_to, node, content, flags, cut)
         content.awaited += promise.joins
         self.promises[_slot(pid, inode.ino)] = promise
-        self._awaited[inode.ino] += 1
         return promise
 
     def promised(self, pid: int, ino: int) -> Promise | None:
@@ -240,7 +240,7 @@ class Routes(OnHost):
 
     def take(self, pid: int, ino: int) -> Promise | None:
         """Return the promise to a thread for this inode; the caller has to `end` it."""
-        promise = self._taken(_slot(pid, ino))
+        promise = self.promises.pop(_slot(pid, ino), None)
         if promise is not None and promise.content.ino != ino:
             self.end(promise)
             return None
@@ -248,8 +248,7 @@ class Routes(OnHost):
 
     def withdraw(self, pid: int, ino: int) -> None:
         """Withdraw the thread's promise. If its number cannot be seen, only the one for this inode."""
-        promise = self._taken(_slot(pid, ino))
-        if promise is not None:
+        if (promise := self.promises.pop(_slot(pid, ino), None)) is not None:
             self.end(promise)
 
     def missed(self, pid: int, name: Name) -> None:
@@ -269,23 +268,16 @@ class Routes(OnHost):
         if not node.is_bound:
             self._host.idle(node)
 
-    def _taken(self, slot: tuple[int, int]) -> Promise | None:
-        promise = self.promises.pop(slot, None)
-        if promise is not None:
-            ino = promise.content.ino
-            self._awaited[ino] -= 1
-            if not self._awaited[ino]:
-                del self._awaited[ino]
-        return promise
-
-    def _withdraw_stale(self) -> None:
-        """Withdraw promises whose open has not come, the oldest first, so that nobody joins their
-        contents."""
-        too_many = len(self.promises) - _MAX_PROMISES
+    def _withdraw_stale(self, ino: int = 0) -> None:
+        """Withdraw promises whose open has not come, the oldest first, so that nobody joins their contents;
+        those of this inode also if the thread has been killed."""
+        too_many = max(0, len(self.promises) - _MAX_PROMISES)
         for number, (slot, promise) in enumerate(list(self.promises.items())):
-            if number >= too_many and not promise.is_old:
+            is_over = number < too_many or promise.is_old
+            if not is_over and number >= too_many + _LOOKED_AT:
                 return
-            self.withdraw(*slot)
+            if is_over or (promise.content.ino == ino and slot[0] and is_gone(slot[0])):
+                self.withdraw(*slot)
 
 
 def _slot(pid: int, ino: int) -> tuple[int, int]:

@@ -59,6 +59,6 @@ class Filesystem:
             "nodes": len(nodes.by_id),
             "open_handles": len(nodes.handles),
             "files_to_store": len(self.cache.put_off.handles),
-            "locks": self.locking.count(),
+            "locks": self.locking.posix.count() + self.locking.flocks.count(),
             **self.coherence.count(),
         }

@@ -9,7 +9,6 @@ by an error when it closes or unlocks the locked file.
 import errno
 import logging
 import os
-import select
 import time
 from collections.abc import Awaitable, Callable, Iterable
 from fcntl import F_RDLCK, F_UNLCK
@@ -19,7 +18,7 @@ import trio
 
 from ..backend.model.lock_claims import POSIX, Claim, LockHolder
 from ..backend.store.api import Store
-from ..callers.processes import process_of
+from ..callers.processes import has_ended, process_of
 from ..coherence.kernel_cache import KernelCache
 from ..coherence.publishing import Publisher
 from ..inline import detach
@@ -190,10 +189,6 @@ class Locking(LockHolder):
 
     # -- closing ---------------------------------------------------------------------------------
 
-    def count(self) -> int:
-        """Return how many locks the processes of this host hold."""
-        return self.posix.count() + self.flocks.count()
-
     def may_end(self, fh: int, ino: int, owner: int) -> bool:
         """Return whether other hosts may get a lock when a descriptor is closed."""
         held = fh in self.lockers or self.posix.holds(ino, owner) or self.flocks.holds(ino, fh)
@@ -285,11 +280,8 @@ class Locking(LockHolder):
 
     def _loser(self, pid: int) -> _Loser | None:
         """Return the process of this number if it lost locks, and was not told of all of them."""
-        if (loser := self.lost_by.get(pid)) is None:
-            return None
-        ended = select.poll()
-        ended.register(loser.process, select.POLLIN)
-        if not ended.poll(0):
+        loser = self.lost_by.get(pid)
+        if loser is None or not has_ended(loser.process):
             return loser
         os.close(self.lost_by.pop(pid).process)
         return None

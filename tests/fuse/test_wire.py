@@ -852,17 +852,19 @@ async def test_a_creation_ends_the_second_try_of_an_open(mode: str) -> None:
 
 
 @pytest.mark.parametrize("mode", ["passthrough", "cached"])
-async def test_nobody_joins_a_replacement_whose_opener_died_on_the_way(
-    mode: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_nobody_joins_a_replacement_whose_opener_died_on_the_way(mode: str) -> None:
+    dead = os.spawnlp(os.P_NOWAIT, "true", "true")
+    os.waitpid(dead, 0)
     async with serving(mode) as served:
         node_id = write_whole(served, b"file", b"weights")
-        assert opened(served, node_id, os.O_WRONLY | os.O_TRUNC, pid=1)[0] == errno.ESTALE
-        monkeypatch.setattr("irdmafs.coherence.routes._MAX_AGE_S", -1)
-        error, fh = opened(served, node_id, os.O_WRONLY | os.O_APPEND, pid=2)
-        assert error == 0
-        assert served.store.extents.stat(content_of(served, fh).extent).st_size == len(b"weights")
-        close(served, node_id, fh)
+        for pid, age_s in ((dead, 10), (1, -1)):
+            with pytest.MonkeyPatch.context() as patch:
+                patch.setattr("irdmafs.coherence.routes._MAX_AGE_S", age_s)
+                assert opened(served, node_id, os.O_WRONLY | os.O_TRUNC, pid)[0] == errno.ESTALE
+                error, fh = opened(served, node_id, os.O_WRONLY | os.O_APPEND, pid=2)
+            assert error == 0
+            assert served.store.extents.stat(content_of(served, fh).extent).st_size == 7
+            close(served, node_id, fh)
 
 
 @pytest.mark.parametrize("content", [b"", b"weights"])
