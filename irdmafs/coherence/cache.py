@@ -154,6 +154,10 @@ class Cache:
         return handle
 
     def _open(self, node: Node, content: Content, flags: int, pid: int) -> Handle:
+        lends = self._store.sends
+        if lends and self.references.announced:
+            lends = self.references.may_stay(pid, content.ino)
+        self._table.hold(content, lends=lends)  # first: a store node may have freed the file
         if not node.opens:
             # Which content it shows, and whether it is passed through, is decided at its first open.
             node.content = content
@@ -166,10 +170,6 @@ class Cache:
             node.cached = not (self._passthrough and (writing or self._table.is_here(content)))
             if node.backing_id and (node.cached or node.backing_extent != content.extent):
                 self.kernel.drop_backing(node)
-        lends = self._store.sends
-        if lends and self.references.announced:
-            lends = self.references.may_stay(pid, content.ino)
-        self._table.hold(content, lends=lends)
         handle = self.nodes.open(node, content, flags, pid)
         if content.whole and handle.writing and not flags & os.O_TRUNC and content.writers > 1:
             content.be_joined()

@@ -259,9 +259,10 @@ class Served:
             is_dir = inode is not None and inode.is_dir
             kind = Opcode.RELEASEDIR if is_dir else Opcode.RELEASE
             assert self.request(kind, handle.node.id, wire.RELEASE_IN.pack(fh, 0))[0] == 0
-        with pytest.MonkeyPatch.context() as patch:  # opens that were led elsewhere, and never came
-            patch.setattr("irdmafs.coherence.routes._MAX_AGE_S", -1)
-            self.cache.routes._withdraw_stale()
+        for slot in list(
+            self.cache.routes.promises
+        ):  # opens that were led elsewhere, and never came
+            self.cache.routes.withdraw(*slot)
         for node in list(self.nodes.by_id.values()):
             if node.id != ROOT:
                 self.request(Opcode.FORGET, node.id, wire.FORGET_IN.pack(max(node.lookups, 0)))
@@ -865,6 +866,14 @@ async def test_nobody_joins_a_replacement_whose_opener_died_on_the_way(mode: str
             assert error == 0
             assert served.store.extents.stat(content_of(served, fh).extent).st_size == 7
             close(served, node_id, fh)
+
+
+async def test_an_open_pins_a_file_before_it_asks_if_that_is_here() -> None:
+    """A store node that has freed the file is noticed then, and not by the first read."""
+    async with serving("passthrough") as served:
+        served.store.is_here = served.store.counts.__contains__  # type: ignore[method-assign, assignment]
+        error, fh = opened(served, write_whole(served, b"file", b"weights"), os.O_RDONLY)
+        assert (error, served.nodes.handles[fh].node.cached) == (0, False)
 
 
 @pytest.mark.parametrize("content", [b"", b"weights"])

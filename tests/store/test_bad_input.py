@@ -27,19 +27,10 @@ def test_full_store_fails_the_write_and_keeps_the_old_version(
     mount = new_mount(store_size="32m")
     file = mount.path / "weights"
     file.write_bytes(pattern(1, 10 * MIB))
-    write_much = """
-f = open(file, 'wb', buffering=0)
-written = 0
-try:
-    while True:
-        written += f.write(bytes(1 << 20))
-except OSError as error:
-    failed = error.errno
-failed, written
-"""
-    failed, written = writer.do(write_much, file=str(file))
-    assert failed == errno.ENOSPC
-    assert 14 * MIB < written < 22 * MIB
+    writer.do("f, written = open(file, 'wb', buffering=0), 0", file=str(file))
+    with fails_with(errno.ENOSPC):
+        writer.do("while True: written += f.write(bytes(1 << 20))")
+    assert 14 * MIB < writer.do("written") < 22 * MIB
     assert version_of(file.read_bytes()) == 1
     assert os.stat(file).st_size == 10 * MIB
     if closes:
