@@ -17,6 +17,8 @@ from harness.seeds import chosen_seed
 PLAN = Plan(nodes=1, mounts=2, replicas=1, buckets=4, lease_ttl_s=4)
 SLOTS = 6
 TURNS = 10
+UNLOCK = "getattr(fcntl, lock)(fd, fcntl.LOCK_UN)"
+WRITE_AND_REMOVE = "os.pwrite(fd, b'1', 0); os.fsync(fd); os.unlink(f); os.close(fd)"
 DIE = "os.kill(os.getpid(), signal.SIGKILL)"
 NEVER_S = 0.3  # what must not happen is looked for so long
 PREPARE = f"""{TRY_LOCKS}
@@ -127,15 +129,7 @@ def test_query_tells_of_a_lock_on_another_host_without_its_process(on_hosts: Two
     assert other.do("query(fd, fcntl.F_RDLCK)")[0] == other.do("fcntl.F_UNLCK")
 
 
-@pytest.mark.parametrize(
-    "end",
-    [
-        "getattr(fcntl, lock)(fd, fcntl.LOCK_UN)",
-        "os.close(fd)",
-        "os.pwrite(fd, b'1', 0); os.fsync(fd); os.unlink(f); os.close(fd)",
-        DIE,
-    ],
-)
+@pytest.mark.parametrize("end", [UNLOCK, "os.close(fd)", WRITE_AND_REMOVE, DIE])
 @pytest.mark.parametrize("lock", ["lockf", "flock"])
 def test_waiter_gets_what_another_host_gives_up(on_hosts: Two, lock: str, end: str) -> None:
     one, other = on_hosts

@@ -19,7 +19,6 @@ from typing import Any
 import pytest
 import trio
 import trio.testing
-from harness.errors import fails_with
 from harness.etcd_server import EtcdServer, free_port, new_prefix
 from harness.seeds import seeded
 
@@ -683,13 +682,6 @@ def test_a_full_etcd_refuses_what_it_did_not_apply_and_can_still_be_read() -> No
     # Each transaction is written out by itself, so that etcd sees early that it is full.
     with EtcdServer(quota_bytes=8 << 20, arguments=("--backend-batch-limit=1",)) as server:
         trio.run(main, server)
-
-
-async def test_a_transaction_that_etcd_would_not_take_is_refused(etcd: EtcdServer) -> None:
-    async with EtcdEngine(etcd.endpoints, new_prefix()) as engine:
-        with fails_with(errno.EMSGSIZE):
-            await engine.transact((), [Put(b"large", bytes(4_000_000))])
-        await engine.transact((), [Put(b"small", b"")])
 
 
 async def test_members_that_accept_and_say_nothing_hold_nobody_up(
