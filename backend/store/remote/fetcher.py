@@ -203,7 +203,8 @@ class Fetcher:
         order that differs between contents and between mounts, to share the load."""
         nodes, here, salt = self._cluster.members.nodes, self._cluster.here, self._salt
         ranks = [
-            (node != here, hash((node, content, salt)), node)
+            # The hash of a tuple mixes its last item little.
+            (node != here, hash((node, content, salt, node)), node)
             for node in config.in_sync
             if node in nodes and node not in wrong
         ]
