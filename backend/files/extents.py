@@ -91,8 +91,8 @@ class ExtentStore:
         self._dir_fd = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
         # Extents below the first were there before.
         self.first = self._next = ContentId(max(self, default=0) + 1)
-        # How many extents programs fill of which none may be a version if a write was refused, which only
-        # they see; and when the store was last found full.
+        # `filled` counts the extents that programs fill, which are no versions if a write to them was
+        # refused, and only programs see that. The store was last found full at `full_ns`.
         self.filled = self.full_ns = 0
 
     def close(self) -> None:

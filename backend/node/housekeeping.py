@@ -29,7 +29,7 @@ log = logging.getLogger(__name__)
 HISTORY_KEPT_S = 600.0
 FORGET_PERIOD_S = 120.0
 _FORGET_TIMEOUT_S = 10.0
-# How often etcd is asked for its room.
+# Etcd is asked for its room so often.
 _ROOM_PERIOD_S = 30.0
 _ALARMS = ("CORRUPT", "NOSPACE")
 

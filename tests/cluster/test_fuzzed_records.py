@@ -202,7 +202,7 @@ def test_a_cluster_outlives_all_records_that_a_mount_may_put(tmp_path: Path) -> 
             eventually(functools.partial(follows, mount, revision), "it follows", 60)
             victims_here = mount.path / "victims"
             with suppress(AssertionError):
-                eventually(lambda: not differences(victims_here, before), "it is as before")  # noqa: B023
+                eventually(lambda at=victims_here: not differences(at, before), "it is as before")
             assert differences(victims_here, before) == []
             assert not mount.status()["warnings"]
         eventually(lambda: is_idle(cluster), "nothing is done any more", 30)

@@ -38,8 +38,8 @@ _UNSURE_MAX = 1000
 _RETRY_S = 5.0
 _GIVEN_UP_MAX = 10_000
 _GIVEN_UP_AT_ONCE = 8
-# Of contents that are published together: how many are sent at a time that do not go into messages, and
-# how often that is tried.
+# So many contents that do not fit into messages are sent at a time when several are published together,
+# which is tried so often.
 _TOGETHER_AT_ONCE = 4
 _TOGETHER_TRIES = 3
 
