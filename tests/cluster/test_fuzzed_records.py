@@ -4,7 +4,6 @@ import functools
 import itertools
 import os
 from collections.abc import Callable, Sequence
-from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -81,6 +80,11 @@ def differences(directory: Path, wanted: dict[str, object]) -> list[str]:
         return [str(error)]
     paths = (path for path in found | wanted if found.get(path) != wanted.get(path))
     return [f"{path}: {found.get(path)!r:.80} was {wanted.get(path)!r:.80}" for path in paths]
+
+
+def is_as_before(directory: Path, wanted: dict[str, object]) -> bool:
+    print(*(found := differences(directory, wanted)), sep="\n")
+    return not found
 
 
 def follows(mount: ClusterMount, revision: int) -> bool:
@@ -200,10 +204,7 @@ def test_a_cluster_outlives_all_records_that_a_mount_may_put(tmp_path: Path) -> 
         revision = trio.run(put, mended)
         for mount in cluster.mounts:
             eventually(functools.partial(follows, mount, revision), "it follows", 60)
-            victims_here = mount.path / "victims"
-            with suppress(AssertionError):
-                eventually(lambda at=victims_here: not differences(at, before), "it is as before")
-            assert differences(victims_here, before) == []
+            eventually(functools.partial(is_as_before, mount.path / "victims", before), "as before")
             assert not mount.status()["warnings"]
         eventually(lambda: is_idle(cluster), "nothing is done any more", 30)
         assert all(part.alive for part in cluster.parts())
