@@ -144,8 +144,7 @@ class Publisher:
                     known = self._cluster.replica.applied
                     with first_alone():
                         await for_each(others, Transfer.complete, at_once=_TOGETHER_AT_ONCE)
-                    guards = [compare for each in transfers for compare in await each.complete()]
-                    groups = [guard[0] for guard in guards]
+                    groups = [guard[0] for each in transfers for guard in await each.complete()]
                     sent = [placed._replace(digests=each.digests) for placed, each, _ in begun]
                     unchanged = Unchanged(min(groups), max(groups) + b"\0", known)
                     is_asked = True
@@ -159,9 +158,8 @@ class Publisher:
                         is_asked = False
                         if attempt == _TOGETHER_TRIES or self._session.number != session:
                             raise
-                        await (
-                            self._cluster.replica.barrier()
-                        )  # a group has changed, maybe of others
+                        # A group has changed, maybe of other contents.
+                        await self._cluster.replica.barrier()
             except BaseException as error:
                 for placed, transfer, _ in begun:
                     self._failed(placed, transfer, error, is_asked=is_asked)
