@@ -182,7 +182,7 @@ def test_what_cannot_mount_is_told(tmp_path: Path, source: str, options: str, to
 def test_remount_changes_what_kernel_obeys_and_says_what_it_does_not(host: InstalledHost) -> None:
     assert host.mount(host.store, "noatime,nosuid").returncode == 0
     assert "nodev" not in host.shown()[2]  # mount(8) has dev and suid by default
-    script = f"exec 3>{host.mountpoint}/file; echo; cat"
+    script = f"exec 3>{host.mountpoint}/file; echo; exec cat"
     with Program(
         "nsenter", f"--mount=/proc/{host._holder.pid}/ns/mnt", "sh", "-c", script
     ) as writes:
