@@ -12,8 +12,8 @@ import shutil
 import stat
 import threading
 import time
-from collections.abc import Iterable, Iterator
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
 from typing import NamedTuple
@@ -91,13 +91,16 @@ class Versions:
         after an exception. It is empty, or begins with the files of version ``base``, which share their
         bytes (see clone()) until they are changed. ``expected``: as for publish(). Raises OSError, and
         FileNotFoundError."""
-        with self._drafted() as path:
-            if base is not None:
-                with self.hold(base) as old:
-                    Copying().copy_all(old.path, path)
-            yield path
-            self._publish(path, expected)
-            self._tidy_later()
+        with contextlib.ExitStack() as rest:
+            path = rest.enter_context(self._drafted())
+            # Publishing takes this lock, too, if nobody is faster: the mount has it then.
+            with self._locked(str(self.newest() + 1), _locks.READ):
+                if base is not None:
+                    with self.hold(base) as old:
+                        Copying().copy_all(old.path, path)
+                yield path
+                self._publish(path, expected)
+            self._tidy_later(rest)
 
     def publish(self, directory: StrPath, *, expected: int | None = None) -> int:
         """Make a directory of this filesystem the next version, and return its number. It loses its old
@@ -117,7 +120,7 @@ class Versions:
                 text = f"It is a part of the versions in {top}: copy it"
                 raise OSError(errno.EPERM, text, directory)
         number = self._publish(directory, expected)
-        self._tidy_later()
+        self._tidy_later(contextlib.ExitStack())
         return number
 
     def _publish(self, directory: StrPath, expected: int | None) -> int:
@@ -159,40 +162,53 @@ class Versions:
     def tidy(self) -> None:
         """Remove the versions before the ``keep`` newest, and the drafts of programs that were killed, but
         nothing that somebody holds. What cannot be removed is logged."""
-        _remove(self._put_aside())
+        rest = contextlib.ExitStack()
+        self._put_aside(rest)
+        self._finish(rest)
 
-    def _tidy_later(self) -> None:
-        """Do as tidy() does, but have a thread remove the files: nobody waits for that. If the program is
-        killed, who tidies next removes the rest."""
-        if aside := self._put_aside():
-            threading.Thread(target=_remove, args=(aside,)).start()
+    def _tidy_later(self, rest: contextlib.ExitStack) -> None:
+        """Do as tidy() does, but have a thread do the `rest`: nobody waits for that. If the program is
+        killed, who tidies next does it."""
+        self._put_aside(rest)
+        threading.Thread(target=self._finish, args=(rest.pop_all(),)).start()
 
-    def _put_aside(self) -> list[str]:
-        """Move what is to be removed to where nobody looks for it; return the paths."""
-        found = list[str]()
+    def _finish(self, rest: contextlib.ExitStack) -> None:
+        try:
+            rest.close()
+        except OSError as error:
+            log.warning("something in %s is left to who tidies next: %s", self.directory, error)
+
+    def _put_aside(self, rest: contextlib.ExitStack) -> None:
+        """Move what is to be removed to where nobody looks for it. The `rest` is to remove it there."""
         try:
             numbers = [str(number) for number in self.numbers()]
             old, kept = {*numbers[: -self.keep]}, {*numbers[-self.keep :]}
             names = {*os.listdir(self._held), *os.listdir(self._drafts), *old} - kept
         except OSError as error:
             log.warning("old versions in %s stay: %s", self.directory, error)
-            return found
+            return
         for name in names:
             version = os.path.join(self._versions, name)
             aside = os.path.join(self._drafts, secrets.token_hex(8))
             try:
-                with self._locked(name, _locks.WRITE, waits=False) as held:
+                with contextlib.ExitStack() as locked:
+                    held = locked.enter_context(self._locked(name, _locks.WRITE, waits=False))
                     if held < 0 or (name not in old and os.path.lexists(version)):
                         continue  # somebody holds it, or it was published since
                     with contextlib.suppress(FileNotFoundError):
                         # In one change: nobody sees a part of it, and no host that was cut off publishes
                         # the rest.
                         rename(version if name in old else os.path.join(self._drafts, name), aside)
-                        found.append(aside)
-                    os.unlink(os.path.join(self._held, name))
+                        rest.callback(_remove, aside)
+                    rest.push(locked.pop_all())
+                    rest.callback(self._unlink_held, name)
             except OSError as error:
                 log.warning("%s in %s stays: %s", name, self.directory, error)
-        return found
+
+    def _unlink_held(self, name: str) -> None:
+        # Another host removed it if this one was cut off for too long.
+        with contextlib.suppress(FileNotFoundError):
+            os.unlink(os.path.join(self._held, name))
 
     def _make(self) -> None:
         # The directory itself is not made: where nothing is mounted it would be in a strange place.
@@ -214,9 +230,7 @@ class Versions:
                 yield path
             finally:
                 shutil.rmtree(path, ignore_errors=True)
-                # Another host removed both if this one was cut off for too long.
-                with contextlib.suppress(FileNotFoundError):
-                    os.unlink(os.path.join(self._held, name))
+                self._unlink_held(name)
 
     # -- reading -----------------------------------------------------------------------------------
 
@@ -244,10 +258,12 @@ class Versions:
             if found > newer_than or number is not None:
                 path = self.path(found)
                 if _is_directory(path):
+                    # What is fetched before the lock is granted is of use if the version is there then.
+                    fetched = _fetch_beside(path) if local else None
                     with self._locked(str(found), _locks.READ) as fd:
                         if _is_directory(path):
-                            if local:
-                                _fetch(path)
+                            if fetched is not None:
+                                fetched.result()
                             yield Version(found, path, fd)
                             return
                 elif number is not None or os.path.lexists(path):
@@ -295,14 +311,13 @@ class Versions:
                 os.close(fd)
 
 
-def _remove(directories: Iterable[str]) -> None:
-    for directory in directories:
-        try:
-            shutil.rmtree(directory)
-        except FileNotFoundError:
-            log.debug("%s is being removed by another program, too", directory)
-        except OSError as error:
-            log.warning("%s stays: %s", directory, error)
+def _remove(directory: str) -> None:
+    try:
+        shutil.rmtree(directory)
+    except FileNotFoundError:
+        log.debug("%s is being removed by another program, too", directory)
+    except OSError as error:
+        log.warning("%s stays: %s", directory, error)
 
 
 def _is_directory(path: str) -> bool:
@@ -316,6 +331,14 @@ def _is_directory(path: str) -> bool:
 def files_below(directory: str) -> list[str]:
     """Return the paths of all that is below a directory and is no directory."""
     return [os.path.join(at, name) for at, _, names in os.walk(directory) for name in names]
+
+
+def _fetch_beside(directory: str) -> Future[None]:
+    """Do as _fetch() does, in a thread."""
+    thread = ThreadPoolExecutor(1, thread_name_prefix="irdmafs-fetch")
+    fetched = thread.submit(_fetch, directory)
+    thread.shutdown(wait=False)
+    return fetched
 
 
 def _fetch(directory: str) -> None:
