@@ -84,6 +84,10 @@ class Store(Protocol):
         """Return whether no other host looks into a directory before `before_looks` has returned."""
         return False
 
+    def expect_looks(self, directory: int) -> None:
+        """Note that other hosts are about to look into a directory that this host may hold alone."""
+        return
+
     def before_looks(self, store: Callable[[int], Awaitable[None]]) -> None:
         """Have `store` awaited, with its number, before other hosts may look into a directory that this
         host held alone."""

@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Final
 
 from ..backend.namespace import FIRST_VIRTUAL_INO, RENAME_EXCHANGE, Inode, fail
+from ..backend.namespace.drafts import is_draft
 from ..coherence.nodes import INO_BITS, Handle
 from ..inline import detach
 from .calls import Attributes, Caller
@@ -183,6 +184,8 @@ class Names(Part):
         moved = self._namespace.lookup(*old)
         put_off = self._cache.put_off
         if moved is not None and not (put_off.handles and put_off.stays(moved.ino, target.ino)):
+            if self._namespace.tree.has_drafts and not is_draft(self._inodes, target.ino, new_name):
+                self._store.expect_looks(moved.ino)
             if put_off.handles:
                 await self._cache.drafts.store(moved.ino)
             if moved.is_file:

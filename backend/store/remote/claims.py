@@ -385,14 +385,8 @@ class Claims(RecordKeeper):
                     self._start_giving_up([directory])
                 elif now - used > _IDLE_S or self._is_doubted():
                     idle.append(directory)
-                elif (
-                    directory in self.exclusive
-                    and directory not in self._sharing
-                    and self._is_looked_at(directory)
-                ):
-                    self._sharing.add(directory)
-                    self._looks.begin(directory)
-                    self._nursery.start_soon(self._share, directory)
+                elif self._is_looked_at(directory):
+                    self.share(directory)
             if idle:
                 self._start_giving_up(idle[:_GIVEN_UP_AT_ONCE])
 
@@ -418,6 +412,14 @@ class Claims(RecordKeeper):
             log.info("claims of %d directories are not given up: %s", len(directories), error)
         finally:
             self._ending.difference_update(directories)
+
+    def share(self, directory: int) -> None:
+        """Begin to make a claim an ordinary one, if it is exclusive: others look there, or are about to."""
+        is_exclusive = self.exclusive.get(directory) == self._session.lease
+        if is_exclusive and directory not in self._sharing:
+            self._sharing.add(directory)
+            self._looks.begin(directory)
+            self._nursery.start_soon(self._share, directory)
 
     async def _share(self, directory: int) -> None:
         """Store what is deferred, and make an exclusive claim an ordinary one."""
