@@ -12,6 +12,7 @@ import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from fcntl import F_WRLCK
 
 import trio
 
@@ -64,6 +65,7 @@ class _Inode:
     contended: float = -_CALM_S
     used: bool = True
     idle_since: float = 0.0
+    was_locked: bool = False
 
     def entry(
         self, held: tuple[Claim, ...], wanted: tuple[Claim, ...], *, sole: bool = False
@@ -237,7 +239,9 @@ class SharedLocks(LockEntries):
                 return True  # the situation has changed meanwhile
             lease, guard = self._session.lease, self.guard(ino)
             calm = time.monotonic() - state.contended > _CALM_S
-            sole = calm and next(self._others(ino), None) is None
+            # Who reads a file may soon have company; who locks it again is more likely to be alone with it.
+            often = state.was_locked or claim.type == F_WRLCK
+            sole = often and calm and next(self._others(ino), None) is None
             held = merged((*state.mine.held, claim))
             if any(is_blocked(list(self._others(ino)), one) for one in held):
                 raise OSError(errno.ENOLCK, "more locks on a file than can be told to other hosts")
@@ -265,7 +269,7 @@ class SharedLocks(LockEntries):
                 await holder.refresh(ino)
             if lease != self._session.lease:
                 return False
-            state.mine, state.unsure = entry, False
+            state.mine, state.unsure, state.was_locked = entry, False, True
         if not self._is_alone(ino, state):
             self._settle_soon(ino, state)  # in case the lock is not taken after all
         return True
