@@ -3,6 +3,7 @@
 import errno
 import fcntl
 import os
+import time
 from pathlib import Path
 
 import pytest
@@ -52,13 +53,15 @@ def test_many_files_cost_few_commits_and_messages(here: Path, there: Path, follo
     if followed:
         often(lambda: (there / "final").exists())
         eventually(lambda: counters(there)["followed_directories"], "it follows the directory")
-    before = counters(here)
+    before, began_s = counters(here), time.monotonic()
     (here / "files.tmp" / "below").mkdir(parents=True)
     made = written(here / "files.tmp", FILES)
     below = written(here / "files.tmp" / "below", FILES)
     (here / "files.tmp").rename(here / "final")
     after = counters(here)
-    assert after["transactions"] - before["transactions"] < 10
+    # What waits is stored after 0.8 s: who is slower stores more often.
+    batches = int((time.monotonic() - began_s) / 0.8)
+    assert after["transactions"] - before["transactions"] < 10 + 2 * batches
     assert after["round_trips"] - before["round_trips"] < FILES * 2
     assert contents(there / "final" / "below") == below
     (there / "final" / "below").rename(there / "moved")
