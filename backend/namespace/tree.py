@@ -143,7 +143,7 @@ class Tree(Names):
             self._put_damaged(ino, revision)
         for subvolume, block in blocks.items():
             self._set_next_ino(subvolume, *block)
-        now = now_ns()
+        now = now_ns() if gone else 0  # system calls
         for ino in gone:
             self.damaged.pop(ino, None)
             known = self.inodes.get(ino)
