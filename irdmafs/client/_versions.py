@@ -176,7 +176,7 @@ class Versions:
         try:
             rest.close()
         except OSError as error:
-            log.warning("something in %s is left to who tidies next: %s", self.directory, error)
+            log.warning("%s: the rest is left to who tidies next: %s", self.directory, error)
 
     def _put_aside(self, rest: contextlib.ExitStack) -> None:
         """Move what is to be removed to where nobody looks for it. The `rest` is to remove it there."""

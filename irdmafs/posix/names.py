@@ -185,7 +185,7 @@ class Names(Part):
         put_off = self._cache.put_off
         if moved is not None and not (put_off.handles and put_off.stays(moved.ino, target.ino)):
             if self._namespace.tree.has_drafts and not is_draft(self._inodes, target.ino, new_name):
-                self._store.expect_looks(moved.ino)
+                self._store.expect_looks(moved.ino)  # a draft may be published
             if put_off.handles:
                 await self._cache.drafts.store(moved.ino)
             if moved.is_file:

@@ -9,8 +9,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 from harness.beside import beside
+from harness.clusters import counters
 from harness.errors import fails_with
-from harness.mountpoint import IRDMAFS, irdmafs, one_line
+from harness.mountpoint import IRDMAFS, eventually, irdmafs, one_line
 from harness.processes import Process, TakeProcess
 from harness.seeds import seeded
 
@@ -123,6 +124,24 @@ def test_who_may_only_read_holds_a_version_and_stops_nobody(folder: Path, nobody
         publish(versions, 2)
     assert versions.is_held(1)
     assert versions.numbers() == [1, 2]
+
+
+def test_a_version_costs_few_transactions(here: Path, there: Path) -> None:
+    writer, reader = client.Versions(here), client.Versions(there)
+
+    def transactions() -> int:
+        eventually(lambda: len(os.listdir(here / ".held")) <= writer.keep, "it is tidied", LONG_S)
+        return counters(here)["transactions"] + counters(there)["transactions"]
+
+    for step in range(1, 6):
+        publish(writer, step)
+        with reader.hold(step, local=True):
+            pass
+    before = transactions()
+    publish(writer, 6)
+    with reader.hold(6, local=True) as version:
+        assert steps_in(version.path) == {b"6"}
+    assert transactions() - before < 30
 
 
 def test_a_reader_waits_for_a_newer_version(here: Path, there: Path) -> None:
