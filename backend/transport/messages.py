@@ -21,7 +21,7 @@ from . import Extent, Fenced, Number, Target, Unreachable
 T = TypeVar("T")
 
 # Both ends must speak the same version: nodes and mounts are upgraded together.
-VERSION = 9
+VERSION = 10
 
 PUT_BYTES_MAX = 1 << 20
 PUTS_MAX, PUTS_BYTES_MAX = 64, 4 << 20

@@ -363,7 +363,9 @@ async def test_a_mount_is_refused_what_is_of_another_session(
 
 
 @pytest.mark.parametrize("op", wire.Op)
-async def test_a_right_that_a_ticket_does_not_give_is_refused(memory: Path, op: wire.Op) -> None:
+async def test_a_right_that_a_data_connection_does_not_give_is_refused(
+    memory: Path, op: wire.Op
+) -> None:
     async with in_cluster(memory, 1) as cluster:
         await cluster.peers.device(1).put(EXTENT, TARGET, b"published")
         service = cluster.service(1)

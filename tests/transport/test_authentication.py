@@ -11,13 +11,13 @@ from irdmafs.backend.transport import messages
 from irdmafs.backend.transport.movers import all_movers
 from irdmafs.backend.transport.operations import codec_for
 from irdmafs.backend.transport.rights import ROLES, Scope, may, session_digest
-from irdmafs.backend.transport.tcp.authentication import CODE_BYTES, Authentication, Forged, Ticket
+from irdmafs.backend.transport.tcp.authentication import CODE_BYTES, Authentication, Forged
 from irdmafs.backend.transport.tcp.wire import RIGHTS, Op
 from irdmafs.backend.transport.verbs.messages import Reserve
 
 
 def ends() -> tuple[Authentication, Authentication]:
-    key = Ticket.make().key
+    key = os.urandom(32)
     return Authentication(key, listens=False), Authentication(key, listens=True)
 
 

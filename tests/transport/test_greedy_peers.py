@@ -19,7 +19,7 @@ from irdmafs.backend.etcd import rpc
 from irdmafs.backend.node.readers import Readers
 from irdmafs.backend.transport import Extent, door, messages, rights
 from irdmafs.backend.transport.frames import BadMessage
-from irdmafs.backend.transport.tcp import data, serving, wire
+from irdmafs.backend.transport.tcp import data, wire
 from irdmafs.backend.trust.security import Identity
 
 GREEDY = "127.0.0.2"
@@ -73,22 +73,6 @@ async def test_a_peer_with_most_of_the_connections_gives_them_up_for_others(
         for stream in streams[:4]:
             assert await strangers.is_closed(stream)
         assert await cluster.read(1, EXTENT, 0, MiB) == bytes(MiB)
-
-
-async def test_tickets_displace_no_others(memory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(serving, "TICKETS_PENDING_MAX", 1000)
-    async with in_cluster(memory, 1) as cluster, greedy(cluster, 3) as streams:
-        connection = await strangers.with_ticket(cluster)
-        pending = cluster.nodes[1].serving(serving.TcpServing).pending
-        before = len(pending)
-        for stream in streams:
-            for _ in range(serving.TICKETS_OF_ONE_MAX // wire.TICKETS_MAX + 2):
-                await stream.send_all(frame(wire.Tickets(wire.TICKETS_MAX)))
-                await strangers.receive_frame(stream)
-            if stream is streams[0]:
-                assert len(pending) == before + serving.TICKETS_OF_ONE_MAX
-        assert connection.ticket.number in pending
-        await connection.aclose()
 
 
 @pytest.mark.parametrize("limit", ["UNTAKEN_BYTES_MAX", "UNTAKEN_OF_ONE_MAX"])

@@ -26,7 +26,7 @@ from irdmafs.backend.transport.frames import HELLO_BYTES_MAX, decode_welcome
 from irdmafs.backend.transport.movers import all_movers
 from irdmafs.backend.transport.operations import codec_for
 from irdmafs.backend.transport.tcp import serving, wire
-from irdmafs.backend.transport.tcp.authentication import CODE_BYTES, Authentication, Ticket
+from irdmafs.backend.transport.tcp.authentication import CODE_BYTES, Authentication, connection_key
 from irdmafs.backend.transport.verbs import messages as verbs
 from irdmafs.backend.transport.verbs.messages import QueueEnd
 from irdmafs.backend.trust.security import Credentials
@@ -49,7 +49,7 @@ REQUESTS: dict[type[messages.Message], messages.Request] = {
         messages.Abort(EXTENT.content),
         messages.Suspect(1, 2),
         messages.Status(),
-        wire.Tickets(1),
+        wire.Admit(),
         verbs.Rails(),
         messages.Doubt(EXTENT),
         messages.Digest(EXTENT),
@@ -122,17 +122,19 @@ async def is_closed(stream: trio.SocketStream) -> bool:
 class DataConnection:
     """A data connection whose other end is a test, with the control connection that its rights hang on."""
 
-    def __init__(self, control: trio.abc.Stream, stream: trio.SocketStream, ticket: Ticket) -> None:
+    def __init__(
+        self, control: trio.abc.Stream, stream: trio.SocketStream, admitted: wire.Admitted
+    ) -> None:
         self.control = control
         self.stream = stream
-        self.ticket = ticket
-        self.authentication = Authentication(ticket.key, listens=False)
+        self.admitted = admitted
+        self.authentication = Authentication(connection_key(admitted.key, 1), listens=False)
 
     def signed(self, message: bytes) -> bytes:
         return message + self.authentication.sign(message)
 
     def preamble(self) -> bytes:
-        return self.signed(wire.pack_preamble(self.ticket.number))
+        return self.signed(wire.PREAMBLE.pack(self.admitted.peer, 1))
 
     def framed(self, body: bytes) -> bytes:
         return len(body).to_bytes(4, "big") + self.signed(body)
@@ -162,18 +164,18 @@ class DataConnection:
         await self.control.aclose()
 
 
-async def with_ticket(cluster: Place, here: str = "127.0.0.1") -> DataConnection:
+async def with_key(cluster: Place, here: str = "127.0.0.1") -> DataConnection:
     """One in which nothing was said yet."""
     control = await introduced(cluster, here)
-    await control.send_all(frame(wire.Tickets(1)))
+    await control.send_all(frame(wire.Admit()))
     answer = CODEC.decode_answer(await receive_frame(control))
-    assert isinstance(answer, wire.Granted)
+    assert isinstance(answer, wire.Admitted)
     stream = await connect(cluster, "tcp", here)
-    return DataConnection(control, stream, answer.tickets[0])
+    return DataConnection(control, stream, answer)
 
 
 async def data_connection(cluster: Place, here: str = "127.0.0.1") -> DataConnection:
-    connection = await with_ticket(cluster, here)
+    connection = await with_key(cluster, here)
     await connection.send(connection.preamble())
     return connection
 
@@ -360,30 +362,40 @@ async def test_those_who_will_never_be_let_in_are_told_so(
             assert "it speaks TLS, and this node has no credentials" in ours
 
 
-@pytest.mark.parametrize("what", ["expired", "guessed", "seen", "used"])
-async def test_an_invalid_ticket_opens_nothing(
-    memory: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch, what: str
+@pytest.mark.parametrize("what", ["guessed", "seen", "used", "gone"])
+async def test_a_data_connection_that_no_peer_opens_is_refused(
+    memory: Path, caplog: pytest.LogCaptureFixture, what: str
 ) -> None:
-    if what == "expired":
-        monkeypatch.setattr(serving, "TICKET_S", -1.0)
     async with in_cluster(memory, 1) as cluster:
-        connection = await with_ticket(cluster)
+        connection = await with_key(cluster)
+        guests = cluster.nodes[1].serving(serving.TcpServing).guests
         preamble = connection.preamble()
         if what == "guessed":
-            preamble = connection.signed(wire.pack_preamble(bytes(16)))
+            preamble = connection.signed(wire.PREAMBLE.pack(1 << 40, 1))
         elif what == "seen":
-            # A stranger that sees the number pass does not see the key.
+            # A stranger that sees the numbers pass does not see the key.
             preamble = preamble[:-1] + bytes([preamble[-1] ^ 1])
+        elif what == "gone":
+            await connection.control.aclose()
+            await until(lambda: not guests)
         await connection.send(preamble)
         if what == "used":
-            await until(lambda: not cluster.nodes[1].serving(serving.TcpServing).pending)
+            await until(lambda: any(guest.channels for guest in guests.values()))
             await connection.stream.aclose()
             connection.stream = await connect(cluster, "tcp")
             await connection.send(preamble)
         assert await is_closed(connection.stream)
-        why = "a ticket that is not its own" if what == "seen" else "no valid ticket"
+        why = {"seen": "without the peer's key", "used": "it repeats"}.get(what, "not connected")
         assert why in warnings(caplog)[0]
         await connection.aclose()
+
+
+async def test_each_number_opens_one_data_connection(memory: Path) -> None:
+    async with in_cluster(memory, 1) as cluster, await introduced(cluster):
+        [guest] = cluster.nodes[1].serving(serving.TcpServing).guests.values()
+        numbers = [*range(9 + serving.NUMBERS_REMEMBERED, 9, -1), 5]
+        assert all(map(guest.use, numbers))
+        assert not any(map(guest.use, [*numbers, 4]))
 
 
 async def test_a_node_that_encrypts_data_refuses_connections_that_do_not(

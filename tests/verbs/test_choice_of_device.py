@@ -23,7 +23,7 @@ from irdmafs.backend.transport.frames import BadMessage
 from irdmafs.backend.transport.messages import Message, Request
 from irdmafs.backend.transport.movers import all_movers
 from irdmafs.backend.transport.operations import codec_for
-from irdmafs.backend.transport.tcp.wire import TICKETS_MAX, Tickets
+from irdmafs.backend.transport.tcp.wire import Admit
 from irdmafs.backend.transport.verbs import devices
 from irdmafs.backend.transport.verbs import messages as verbs
 from irdmafs.backend.transport.verbs.library import immediate
@@ -199,7 +199,7 @@ REFUSED = [
     messages.Get([HERE], messages.PUT_BYTES_MAX + 1), messages.Abort(-1),
     messages.Adopt(HERE, THERE, "a" * (messages.NAME_MAX + 1)), messages.Suspect(-1, 1),
     messages.Suspect(1, 1 << 63), messages.Share(HERE, THERE, Extent(-1, 0), 1),
-    messages.Share(HERE, THERE, HERE, 0), Tickets(0), Tickets(TICKETS_MAX + 1),
+    messages.Share(HERE, THERE, HERE, 0),
     messages.AskEtcd("/method", bytes(messages.ETCD_REQUEST_BYTES_MAX + 1)),
     verbs.Attach(END, verbs.QUEUE_PAIRS_MAX, "a/1", END.gid), verbs.Expose(HERE, -1, 1),
     verbs.Expose(HERE, 0, SIZE_MAX + 1), verbs.Reserve(HERE, THERE, 1, 1, 0, -1),
@@ -216,7 +216,7 @@ def test_the_largest_messages_that_it_sends_are_taken() -> None:
     take(messages.Put(Extent((1 << 63) - 1, 7), Target(1, 1, (2,) * CHAIN_MAX), b"bytes"))
     take(messages.Get([HERE] * messages.GET_EXTENTS_MAX, messages.PUT_BYTES_MAX))
     take(messages.Share(HERE, THERE, Extent(2, 0), SIZE_MAX))
-    for message in (Tickets(TICKETS_MAX), verbs.Attach(END, 0, "a/1", END.gid), verbs.Detach(3)):
+    for message in (Admit(), verbs.Attach(END, 0, "a/1", END.gid), verbs.Detach(3)):
         take(message)
 
 

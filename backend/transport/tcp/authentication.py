@@ -1,50 +1,38 @@
 """Message authentication on data connections: only messages of the two ends that have the key are accepted.
 
-A ticket is handed out on the control connection, which TLS protects: a number, which the preamble of a
-data connection shows, and a key, which never travels again. Each end keeps a count of what it sent and
-of what it received. A message (the preamble, a header, a reply) is followed by its code, BLAKE2b keyed
-with the key, over the count and the message; so one that was forged, changed, repeated, left out or sent
-out of turn has the wrong code, and its receiver gives the connection up.
+A key is handed out on the control connection, which TLS protects, and never travels again. The preamble of
+a data connection shows a number, which opens one connection only, and from which and the key this
+connection's own key is derived. Each end keeps a count of what it sent and of what it received. A message
+(the preamble, a header, a reply) is followed by its code, BLAKE2b keyed with that key, over the count and
+the message; so one that was forged, changed, repeated, left out or sent out of turn has the wrong code,
+and its receiver gives the connection up.
 
 Bytes of extents are authenticated in the same way where a cluster has certificates, but by GMAC (the
 authentication of AES-GCM, NIST SP 800-38D), which processors have instructions for: one code follows all
-bytes of a request. Its key is derived from the ticket's, its nonce is the count.
+bytes of a request. Its key is derived from the connection's, its nonce is the count.
 """
 
 import hashlib
 import hmac
-import secrets
-from typing import TYPE_CHECKING, Annotated, NamedTuple, Self
-
-from msgspec import Meta
+from typing import TYPE_CHECKING
 
 from ..frames import BadMessage
 
 if TYPE_CHECKING:
     from cryptography.hazmat.primitives.ciphers import AEADEncryptionContext
 
-TICKET_NUMBER_BYTES = 16
 CODE_BYTES = 16
-_TICKET_KEY_BYTES = 32
+KEY_BYTES = 32
 _COUNT_BYTES = 12  # The length of a nonce of GCM.
-# The purposes of derived keys, BLAKE2b's personalization: codes of messages or of bytes, and the receiver.
+# The purposes of derived keys, BLAKE2b's personalization: a connection; messages, or bytes, to one of its
+# ends.
+_CONNECTION = b"irdmafs data"
 _MESSAGES, _BYTES = b"irdmafs to ", b"irdmafs in "
 _NODE, _CALLER = b"node", b"call"
 
 
 class Forged(BadMessage):
     """A code is wrong: a third party sends in the connection."""
-
-
-class Ticket(NamedTuple):
-    """The right to open one data connection."""
-
-    number: Annotated[bytes, Meta(min_length=TICKET_NUMBER_BYTES, max_length=TICKET_NUMBER_BYTES)]
-    key: Annotated[bytes, Meta(min_length=_TICKET_KEY_BYTES, max_length=_TICKET_KEY_BYTES)]
-
-    @classmethod
-    def make(cls) -> Self:
-        return cls(secrets.token_bytes(TICKET_NUMBER_BYTES), secrets.token_bytes(_TICKET_KEY_BYTES))
 
 
 class ByteCode:
@@ -68,7 +56,7 @@ class ByteCode:
 
 
 class Authentication:
-    """One end of a data connection, the node's if it `listens`. `key` is the ticket's. For one thread."""
+    """One end of a data connection, the node's if it `listens`. `key` is its own. For one thread."""
 
     def __init__(self, key: bytes, *, listens: bool) -> None:
         here, there = (_NODE, _CALLER) if listens else (_CALLER, _NODE)
@@ -95,6 +83,12 @@ class Authentication:
 
     def incoming_bytes(self) -> ByteCode:
         return ByteCode(self._bytes_in, self._received)
+
+
+def connection_key(key: bytes, number: int) -> bytes:
+    """Return the key of the data connection with this number; `key` is the control connection's."""
+    told = number.to_bytes(8, "big")
+    return hashlib.blake2b(told, key=key, digest_size=KEY_BYTES, person=_CONNECTION).digest()
 
 
 def _keyed(key: bytes, purpose: bytes) -> "hashlib.blake2b":

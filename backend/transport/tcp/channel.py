@@ -90,7 +90,7 @@ class Channel:
         self._set_blocking()
 
     def authenticate(self, key: bytes) -> None:
-        """Have messages carry codes made with the key of a ticket."""
+        """Have messages carry codes made with this key."""
         self.authentication = Authentication(key, listens=self._listens)
 
     def _set_blocking(self) -> None:

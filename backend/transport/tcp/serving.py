@@ -1,10 +1,11 @@
-"""The node's end over TCP: it issues tickets, and serves data connections that show them."""
+"""The node's end over TCP: it hands out keys, and serves data connections whose ends have them."""
 
+import heapq
+import itertools
+import secrets
 import socket
 import ssl
-from collections import OrderedDict, defaultdict
 from contextlib import ExitStack
-from typing import NamedTuple
 
 import trio
 
@@ -15,113 +16,87 @@ from ..frames import BadMessage
 from ..messages import Answer, Request
 from ..mover import Connection, Host, Lasting, Serving
 from ..rights import Peer
-from .authentication import CODE_BYTES, Forged, Ticket
+from .authentication import CODE_BYTES, KEY_BYTES, Forged, connection_key
 from .channel import Channel, EncryptedChannel, Lost, make_channel
 from .data import Data
-from .wire import PREAMBLE_BYTES, Granted, Tickets, unpack_preamble
+from .wire import PREAMBLE, PREAMBLE_BYTES, Admitted
 
 # Callers give idle connections up earlier.
 IDLE_S = 60.0
-TICKET_S = 30.0
-TICKETS_PENDING_MAX = 16384
-TICKETS_OF_ONE_MAX = 512
+# A connection may be overtaken by so many that its peer opened later.
+NUMBERS_REMEMBERED = 1024
 
 
 class Guest(Connection):
-    """A peer that may open data connections, with tickets, as long as its control connection is open."""
+    """A peer that may open data connections as long as its control connection is open."""
 
-    def __init__(self, serving: "TcpServing", peer: Peer) -> None:
+    def __init__(self, serving: "TcpServing", peer: Peer, number: int) -> None:
         self.peer = peer
-        self.who = peer.who
+        self.number = number
+        self.key = secrets.token_bytes(KEY_BYTES)
         self._serving = serving
-        # Numbers of tickets that it has not used yet, the oldest first.
-        self.tickets: dict[bytes, None] = {}
+        # The highest numbers of connections that were opened, as a heap, and one that all of them exceed.
+        self._used: list[int] = []
+        self._floor = 0
         self.channels: set[Channel] = set()
         self.has_left = False
 
     async def answer(self, request: Request) -> Answer | Lasting:
-        assert isinstance(request, Tickets)
-        return Granted(self._serving.grant(self, request.count))
+        return Admitted(self.number, self.key)
+
+    def use(self, number: int) -> bool:
+        """Return whether a number opens a connection, which it does once."""
+        if number <= self._floor or number in self._used:
+            return False
+        heapq.heappush(self._used, number)
+        if len(self._used) > NUMBERS_REMEMBERED:
+            self._floor = heapq.heappop(self._used)
+        return True
 
     def close(self, why: str) -> None:
         """End its data connections, those in use after their request, unless the peer is revoked."""
         self.has_left = True
+        del self._serving.guests[self.number]
         is_revoked = self._serving.host.is_revoked(self.peer.identity.serial)
         for channel in self.channels:
             if is_revoked or channel.clean:
                 channel.shutdown()
-        for number in list(self.tickets):
-            self._serving.forget(number)
-
-
-class _Pending(NamedTuple):
-    """A ticket that was not used yet."""
-
-    key: bytes
-    end: float
-    guest: Guest
 
 
 class TcpServing(Serving):
-    """The end of one node, which issues and redeems the tickets of all peers. `encrypt` refuses data
-    connections that are not encrypted; with credentials those that are, are always welcome."""
+    """The end of one node. `guests` are all peers, by number. `encrypt` refuses data connections that are
+    not encrypted; with credentials those that are, are always welcome."""
 
     def __init__(self, host: Host, encrypt: bool, port: int) -> None:
         self.host = host
         self._encrypt = encrypt
         self.port = port
         self._data = Data(host)
-        # Tickets that were not used yet, by number, the oldest first.
-        self.pending: OrderedDict[bytes, _Pending] = OrderedDict()
-        self._of_peers: defaultdict[str, int] = defaultdict(int)
+        self.guests: dict[int, Guest] = {}
+        self._numbers = itertools.count(1)
 
     def connected(self, peer: Peer, local: str, nursery: trio.Nursery) -> Connection:
-        return Guest(self, peer)
+        guest = Guest(self, peer, next(self._numbers))
+        self.guests[guest.number] = guest
+        return guest
 
     def give_up(self, content: int) -> None:
         self._data.give_up(content)
 
-    def grant(self, guest: Guest, count: int) -> list[Ticket]:
-        now = trio.current_time()
-        while len(guest.tickets) > TICKETS_OF_ONE_MAX - count:
-            self.forget(next(iter(guest.tickets)))
-        while self.pending:
-            number, first = next(iter(self.pending.items()))
-            if first.end > now:
-                if len(self.pending) + count <= TICKETS_PENDING_MAX:
-                    break
-                greedy = max(self._of_peers, key=self._of_peers.__getitem__)
-                number = next(n for n, one in self.pending.items() if one.guest.who == greedy)
-            self.forget(number)
-        granted = []
-        for _ in range(count):
-            ticket = Ticket.make()
-            self.pending[ticket.number] = _Pending(ticket.key, now + TICKET_S, guest)
-            guest.tickets[ticket.number] = None
-            self._of_peers[guest.who] += 1
-            granted.append(ticket)
-        return granted
-
-    def redeem(self, channel: Channel, preamble: bytes) -> Guest:
-        """Return the peer that the ticket was issued to, and set its key for the channel. Raises
-        BadMessage. A ticket is valid for one try."""
-        granted = self.forget(unpack_preamble(preamble[:-CODE_BYTES]))
-        if granted is None or granted.end < trio.current_time():
-            raise BadMessage("it shows no valid ticket for a data connection")
-        channel.authenticate(granted.key)
+    def admit(self, channel: Channel, preamble: bytes) -> Guest:
+        """Return the peer whose preamble this is, and set the key of the channel. Raises BadMessage."""
+        peer, number = PREAMBLE.unpack(preamble[:-CODE_BYTES])
+        guest = self.guests.get(peer)
+        if guest is None:
+            raise BadMessage("it opened a data connection of a peer that is not connected")
+        channel.authenticate(connection_key(guest.key, number))
         try:
             channel.checked(preamble)
         except Forged:
-            raise BadMessage("it shows a ticket that is not its own") from None
-        return granted.guest
-
-    def forget(self, number: bytes) -> _Pending | None:
-        """Forget a ticket, and return it; None if there is none of this number."""
-        granted = self.pending.pop(number, None)
-        if granted is not None:
-            del granted.guest.tickets[number]
-            self._of_peers[granted.guest.who] -= 1
-        return granted
+            raise BadMessage("it opened a data connection without the peer's key") from None
+        if not guest.use(number):
+            raise BadMessage("it repeats how a data connection was opened")
+        return guest
 
     async def serve(self, sock: trio.socket.SocketType, address: str) -> None:
         """Serve one data connection. Raises as Door.open allows."""
@@ -130,7 +105,7 @@ class TcpServing(Serving):
                 with self.host.door.stranger(address):
                     channel = await self._open_channel(sock)
                     after.callback(channel.close)
-                    guest = self.redeem(channel, await _preamble(channel))
+                    guest = self.admit(channel, await _preamble(channel))
                 with self.host.door.member(guest.peer):
                     guest.channels.add(channel)
                     after.callback(guest.channels.discard, channel)

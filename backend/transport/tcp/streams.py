@@ -1,6 +1,6 @@
 """Data connections: bytes between files and sockets, in threads, past every Python object.
 
-A connection begins with a preamble that shows a ticket, which was given out on a control connection.
+A connection begins with a preamble, for which a key was given out on a control connection.
 Then there are requests, one after the other: a Header; for a write, the bytes of its ranges; replies. A
 read is answered with OK and the bytes. In a cluster with certificates a code follows the bytes, unless they
 are encrypted (authentication.py): the last piece is not used before it was found right. A write is answered

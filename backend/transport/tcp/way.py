@@ -1,5 +1,6 @@
 """The caller's end over TCP: extents are divided among data connections, each used by a thread."""
 
+import itertools
 import logging
 import secrets
 import socket
@@ -21,7 +22,7 @@ from ..caller import ControlClient
 from ..device import Sending, Transfer, Way
 from ..frames import BadMessage
 from ..link import Link, Refusal, check_node
-from .authentication import Ticket
+from .authentication import connection_key
 from .channel import (
     Channel,
     EncryptedChannel,
@@ -32,7 +33,7 @@ from .channel import (
 )
 from .streams import end_sending, receive_ranges, send_range, wait_for_reply
 from .threads import in_threads
-from .wire import TICKETS_MAX, Granted, Header, Op, Ranges, Reply, ReplyKind, Tickets, pack_preamble
+from .wire import PREAMBLE, Admit, Admitted, Header, Op, Ranges, Reply, ReplyKind
 
 log = logging.getLogger(__name__)
 
@@ -60,8 +61,10 @@ class TcpWay(Way):
         self._places = places
         # Where there are certificates, bytes have a code or are encrypted.
         self.shows_bytes = link.caller.credentials is not None
-        # The connections were opened with tickets of this one.
+        # The connections were opened with the key of this one, once it was asked for.
         self._control: ControlClient | None = None
+        self._admitted: Admitted | None = None
+        self._numbers = itertools.count(1)
         self._idle: list[Channel] = []
         self._lent: set[Channel] = set()
         self._opening: set[trio.CancelScope] = set()
@@ -144,7 +147,7 @@ class TcpWay(Way):
         control = await self._link.connected()
         if control is not self._control:
             self._drop()
-            self._control = control
+            self._control, self._admitted = control, None
         found: list[Channel] = []
         while self._idle and len(found) < count:
             channel = self._idle.pop()
@@ -153,9 +156,8 @@ class TcpWay(Way):
             else:
                 found.append(channel)
         with if_it_fails(partial(self.give_back, found)):
-            while len(found) < count:
-                wanted = min(count - len(found), TICKETS_MAX)
-                found += await self._open(control, wanted)
+            if len(found) < count:
+                found += await self._open(control, count - len(found))
             if control is not self._control:
                 raise Unreachable(self._link.node, control.why)
         self._lent.update(found)
@@ -193,17 +195,17 @@ class TcpWay(Way):
 
     async def _open(self, control: ControlClient, count: int) -> list[Channel]:
         node = self._link.node
-        answer = await control.ask(Tickets(count), Granted)
-        if len(answer.tickets) != count:
-            raise Unreachable(node, "its answer makes no sense")
+        admitted = self._admitted or await control.ask(Admit(), Admitted)
+        if control is self._control:
+            self._admitted = admitted
         opened: list[Channel] = []
         errors: list[Unreachable] = []
 
-        async def open_one(ticket: Ticket) -> None:
+        async def open_one() -> None:
             try:
                 with trio.fail_after(self._link.caller.timeout_s) as scope:
                     self._opening.add(scope)
-                    channel = await self._open_channel(control, ticket)
+                    channel = await self._open_channel(control, admitted)
                     opened.append(channel)
             except (OSError, Lost, trio.TooSlowError, BadMessage, Refusal) as error:
                 why = str(error) or "no data connection could be opened in time"
@@ -213,13 +215,13 @@ class TcpWay(Way):
 
         with if_it_fails(partial(self.give_back, opened)):
             async with trio.open_nursery() as nursery:
-                for ticket in answer.tickets:
-                    nursery.start_soon(open_one, ticket)
+                for _ in range(count):
+                    nursery.start_soon(open_one)
             if errors:
                 raise errors[0]
         return opened
 
-    async def _open_channel(self, control: ControlClient, ticket: Ticket) -> Channel:
+    async def _open_channel(self, control: ControlClient, admitted: Admitted) -> Channel:
         """Connect to the address at which the node was reached."""
         caller, ends = self._link.caller, control.ends
         with trio.socket.socket(ends.family, socket.SOCK_STREAM) as sock:
@@ -232,9 +234,10 @@ class TcpWay(Way):
                 channel.sock.settimeout(caller.timeout_s)
                 await in_threads([channel.sock.do_handshake], channel.shutdown, self._places)
                 check_node(channel.sock, caller.is_revoked)
-            channel.authenticate(ticket.key)
+            number = next(self._numbers)
+            channel.authenticate(connection_key(admitted.key, number))
             # Fits into the empty buffer of the new connection.
-            channel.send_all(channel.signed(pack_preamble(ticket.number)))
+            channel.send_all(channel.signed(PREAMBLE.pack(admitted.peer, number)))
         return channel
 
 

@@ -17,17 +17,15 @@ from msgspec.msgpack import Decoder, Encoder
 from ...files.sparse import SEGMENTS_MAX
 from .. import Extent, Number, Target
 from ..frames import BadMessage, MessageSet, decoded
-from ..messages import TEXT_MAX, VERSION, Answer, Errno, Name, Request, describe_version, error_of
+from ..messages import TEXT_MAX, Answer, Errno, Name, Request, error_of
 from ..rights import ANY, NONE, OWN, Row
-from .authentication import CODE_BYTES, TICKET_NUMBER_BYTES, Ticket
+from .authentication import CODE_BYTES, KEY_BYTES
 
-_MAGIC = b"irDM"
-_PREAMBLE = struct.Struct(f">4sHH{TICKET_NUMBER_BYTES}s")
 _LENGTH: Final = itemgetter(1)
 
-# With the code.
-PREAMBLE_BYTES = _PREAMBLE.size + CODE_BYTES
-TICKETS_MAX = 64
+# The beginning of a data connection: the number of the peer, and that of the connection. Its code follows.
+PREAMBLE = struct.Struct(">QQ")
+PREAMBLE_BYTES = PREAMBLE.size + CODE_BYTES
 
 # Starts and lengths of ranges of an extent.
 Ranges: TypeAlias = tuple[tuple[Number, Number], ...]
@@ -38,17 +36,18 @@ class Op(enum.IntEnum):
     WRITE = 2
 
 
-class Tickets(Request, tag=17):
-    """Asks for the right to open `count` data connections."""
-
-    count: Annotated[int, Meta(gt=0, le=TICKETS_MAX)]
+class Admit(Request, tag=17):
+    """Asks for the right to open data connections, as long as this control connection is open."""
 
 
-class Granted(Answer, tag=24):
-    tickets: list[Ticket]
+class Admitted(Answer, tag=24):
+    """The number of the peer in preambles, and the key of which those of data connections are made."""
+
+    peer: Number
+    key: Annotated[bytes, Meta(min_length=KEY_BYTES, max_length=KEY_BYTES)]
 
 
-MESSAGES = MessageSet({Tickets: (ANY, ANY, ANY, NONE)}, (Granted,))
+MESSAGES = MessageSet({Admit: (ANY, ANY, ANY, NONE)}, (Admitted,))
 
 # The rights to requests on data connections.
 RIGHTS: Mapping[Op, Row] = {Op.READ: (ANY, ANY, ANY, NONE), Op.WRITE: (ANY, OWN, NONE, NONE)}
@@ -117,18 +116,3 @@ def decode_header(data: bytes) -> Header:
     if header.op is Op.WRITE and not (header.length <= header.comes <= header.total >= at):
         raise BadMessage("the ranges of a stream are not in its extent")
     return header
-
-
-def pack_preamble(number: bytes) -> bytes:
-    """Return a preamble with the number of a ticket; its code follows."""
-    return _PREAMBLE.pack(_MAGIC, VERSION, 0, number)
-
-
-def unpack_preamble(data: bytes) -> bytes:
-    """Return the number of the ticket in a preamble without its code. Raises BadMessage."""
-    magic, version, _, number = _PREAMBLE.unpack(data)
-    if magic != _MAGIC:
-        raise BadMessage("not an irdmafs data connection")
-    if version != VERSION:
-        raise BadMessage(describe_version(version))
-    return bytes(number)
