@@ -177,17 +177,11 @@ class ClusterSection:
     def _relay(self) -> "tuple[Client, int]":
         """Return the way to etcd by store nodes, and the number of the certificate. Raises ConfigError."""
         from ..transport.relay import Relay
-        from ..trust.security import is_for_nodes_only
 
         credentials = self.credentials("reader")
         if credentials is None:
             raise ConfigError(
                 "only a certificate makes a reader; set ca, cert and key in [cluster]"
-            )
-        if not is_for_nodes_only(credentials.cert):
-            raise ConfigError(
-                f"{credentials.cert} is from before readers were kept from etcd; revoke it, and issue "
-                f"another: irdmafs cluster cert {credentials.identity.name} --role reader"
             )
         if not self.nodes:
             raise ConfigError(

@@ -286,14 +286,6 @@ def identity_in(path: str) -> Identity | None:
     return _identity_of(load_certificate(path))
 
 
-def is_for_nodes_only(path: str) -> bool:
-    """Return whether etcd refuses a certificate, as it should a reader's. Raises CredentialsError."""
-    return any(
-        extension.critical and extension.oid.dotted_string == READER_OID
-        for extension in load_certificate(path).extensions
-    )
-
-
 def describe_tls_error(error: ssl.SSLError) -> str:
     """Describe a failed handshake in words that say what to do."""
     reason = error.reason or ""

@@ -176,9 +176,7 @@ async def _add_user(engine: EtcdEngine, record: CertificateRecord) -> None:
         await auth.add_user(user, [ROOT])
         return
     if record.role == "reader":
-        # One that was issued before readers were kept from etcd may have a user there.
-        await _remove_user(engine, record)
-        return
+        return  # it does not reach etcd
     role = _as_role(record.role)
     keys, read, roles = own_ranges(role, record.owner), [], [_role_in_etcd(engine, user)]
     if record.subvolume:

@@ -19,8 +19,6 @@ from irdmafs.backend.etcd.rpc import ALARM, COMPACT, GRANT, STATUS, RpcError
 from irdmafs.backend.kv import Delete, Put
 from irdmafs.backend.model.records import SETTINGS_KEY, MountRecord, key_of, pin_key
 from irdmafs.backend.model.values import ConfigError
-from irdmafs.backend.trust import authority
-from irdmafs.backend.trust.security import Credentials
 
 FOREIGN = NODE_RECORDS | PLACEMENT | CLUSTER | NAMESPACE
 # Without namespaces, so that this process can talk to nodes and etcd itself.
@@ -119,23 +117,9 @@ async def test_with_a_revoked_certificate_etcd_cannot_be_reached(cluster: Cluste
     assert not await is_accepted(cluster, "mount-w1")
 
 
-def test_a_certificate_of_before_is_refused_with_the_remedy(
-    cluster: Cluster, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    directory = str(cluster.config_directory)
-    with monkeypatch.context() as patched:
-        patched.setattr(authority, "READER_OID", "1.3.6.1.3.1")
-        authority.issue(str(tmp_path), "former", "reader", ca_directory=directory)
-    assert Credentials(
-        f"{directory}/ca.pem",
-        str(tmp_path / "reader-former.pem"),
-        str(tmp_path / "reader-former.key"),
-    ).check()
+def test_a_reader_needs_the_addresses_of_nodes(cluster: Cluster, tmp_path: Path) -> None:
     text = cluster.config_of("reader").read_text()
     config = tmp_path / "cluster.toml"
-    config.write_text(text.replace(f"{directory}/reader.", f"{tmp_path}/reader-former."))
-    with pytest.raises(ConfigError, match="irdmafs cluster cert former --role reader"):
-        ClusterConfig.load(str(config)).cluster.engine("reader")
     config.write_text(text.replace("nodes = ", "# nodes = "))
     with pytest.raises(ConfigError, match="a reader reaches the cluster by its store nodes"):
         ClusterConfig.load(str(config)).cluster.engine("reader")
