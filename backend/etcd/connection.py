@@ -1,4 +1,7 @@
-"""An HTTP/2 connection to an endpoint of etcd: socket, TLS, and a watchdog for a silent peer.
+"""An HTTP/2 connection to an endpoint of etcd: socket and TLS.
+
+A peer that falls silent shows in the next call that times out, of which a session makes one every third
+of its lease (DirectClient.attempt): then the watch on the connection ends, too.
 
 Bytes are sent at once, or by a task from a buffer: a cancelled caller leaves no half frame behind.
 """
@@ -18,9 +21,6 @@ from .rpc import ConnectionLost, NotAccepted, ProtocolError
 DEFAULT_PORT = 2379
 _CALLS = 1024
 _RECEIVE_BYTES = 256 * 1024
-# etcd closes connections that are pinged more often than every 5 s (--grpc-keepalive-min-time).
-_QUIET_S = 6.0
-_PONG_S = 4.0
 # How the tasks of a connection end.
 _ENDS = (OSError, ProtocolError, trio.ClosedResourceError)
 _DRAINED = "the server is shutting down"
@@ -106,7 +106,6 @@ class Connection:
             self.http2.greet()
             async with trio.open_nursery() as nursery:
                 nursery.start_soon(self._write)
-                nursery.start_soon(self._watch_silence)
                 # In a task of its own: only one coroutine is resumed for what comes.
                 nursery.start_soon(self._read, nursery.cancel_scope)
         except* _ENDS as group:
@@ -236,20 +235,6 @@ class Connection:
         except ssl.SSLWantReadError:
             pass
         return b"".join(parts)
-
-    async def _watch_silence(self) -> None:
-        """Ping the peer when nothing was received for a while although an answer is awaited."""
-        while True:
-            before = self.http2.frames_received
-            await trio.sleep(_QUIET_S)
-            if self.http2.frames_received != before or not self.http2.streams:
-                continue
-            self.http2.ping()
-            with trio.move_on_after(_PONG_S):
-                while self.http2.frames_received == before:
-                    await trio.sleep(_PONG_S / 20)
-            if self.http2.frames_received == before:
-                raise TimeoutError(f"it has been silent for {_QUIET_S + _PONG_S:g} s")
 
 
 def _reason(error: BaseException) -> str:

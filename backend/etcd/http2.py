@@ -99,9 +99,6 @@ class Http2:
         """Send the first bytes of a connection."""
         self._send(_GREETING)
 
-    def ping(self) -> None:
-        self._send(frame(PING, 0, 0, b"irdmafs\0"))
-
     def call(self, block: bytes, message: bytes) -> "Stream":
         """Begin a call with its only request message. `block`: its headers, encoded."""
         number = self._next_stream

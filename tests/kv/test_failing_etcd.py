@@ -454,6 +454,20 @@ async def test_a_watch_that_was_lost_goes_on_without_gap_or_duplicate(etcd: Etcd
         assert watched == await history(direct, b"", END, last)
 
 
+async def test_a_watch_leaves_a_member_that_is_silent_to_a_call(etcd: EtcdServer) -> None:
+    """A session's renewal is one, every third of its lease."""
+    async with proxied(etcd, new_prefix()) as (proxy, engine, direct):
+        watch = engine.watch(b"a", b"b", engine.revision)
+        with trio.move_on_after(0.1):
+            await anext(watch)
+        proxy.losing = True
+        revision = await direct.transact((), [Put(b"a", b"")])
+        with pytest.raises(NoAnswer):
+            await engine.leases.renew(1, 0.2)
+        proxy.losing = False
+        assert (await anext(watch)).revision == revision
+
+
 @pytest.mark.parametrize("reader", [False, True])
 async def test_a_barrier_is_newer_than_what_was_forgotten(etcd: EtcdServer, reader: bool) -> None:
     async with EtcdEngine(etcd.endpoints, new_prefix(), reader=reader) as engine:
