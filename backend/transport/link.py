@@ -20,9 +20,8 @@ from .prompt import PromptStream
 
 log = logging.getLogger(__name__)
 
-# How long a node is left alone after it could not be reached: doubled with every failure.
-SETBACK_FIRST_S = 0.05
-SETBACK_MAX_S = 1.0
+# How long a node is left alone, at least, after it could not be reached.
+_SETBACK_S = 0.1
 OPERATIONS_AT_ONCE = 8
 # The kernel's time-out is so many times that of this process.
 USER_TIMEOUTS = 3
@@ -49,7 +48,6 @@ class Link:
         self._registration: NodeAddress | None = None
         self._where: tuple[str, int, int] | None = None
         self._attempt = trio.CancelScope()  # to connect
-        self._setback_s = 0.0
         self._alone_until = 0.0
         self._why = ""
         self._distrusts = False
@@ -93,7 +91,7 @@ class Link:
                 self._control = None
             if where != self._where:
                 self._where = where
-                self._setback_s = self._alone_until = 0.0
+                self._alone_until = 0.0
             if self._control is None:
                 if time.monotonic() < self._alone_until:
                     raise self._unreachable()
@@ -130,7 +128,6 @@ class Link:
         except OSError as error:
             why = error.strerror or str(error)
         if not why:
-            self._setback_s = 0.0
             self._distrusts = False
             # A node that does not answer in time is left alone: the next caller need not wait for it.
             silent = partial(self._leave_alone, timeout_s / 2)
@@ -139,10 +136,9 @@ class Link:
             return control
         # A node that took long to be given up must not cost every caller as long again.
         took_s = min(time.monotonic() - began, timeout_s)
-        self._setback_s = min(SETBACK_MAX_S, max(SETBACK_FIRST_S, 2 * self._setback_s))
         if final and (why, final) != (self._why, self._distrusts):
             log.warning("store node %x at %s: %s", self.node, address.address, why)
-        self._leave_alone(max(took_s, self._setback_s), why, final=final)
+        self._leave_alone(max(took_s, _SETBACK_S), why, final=final)
         raise self._unreachable()
 
     def _unreachable(self) -> Unreachable:
