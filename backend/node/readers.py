@@ -9,7 +9,7 @@ out at once, of what it keeps in etcd, and of how fast it changes that.
 
 import errno
 from collections import Counter, defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextlib import closing
 from typing import Any, NamedTuple
 
@@ -17,12 +17,13 @@ import trio
 from google.protobuf.message import DecodeError, Message
 
 from ..cluster.etcd_rights import own_ranges
+from ..cluster.record_keeper import RecordKeeper
 from ..etcd import etcd_pb2 as pb
 from ..etcd.calls import LAST_KEY
 from ..etcd.client import TRY_S, Client, Uncertain, Unsent
 from ..etcd.leases import LEASE_BITS, OWNER_BYTES
 from ..etcd.rpc import DELETE, GRANT, KEEP_ALIVE, RANGE, REVOKE, TXN, WATCH, Method, RpcError
-from ..kv import Event, KeyValue, end_of
+from ..kv import end_of
 from ..transport.messages import AskEtcd, EtcdOutcome, EtcdSaid
 from ..transport.rights import Outstanding, Peer, denied
 from .feed import Feed
@@ -65,26 +66,17 @@ class Checked(NamedTuple):
     grows: bool = False
 
 
-class Kept:
-    """A consumer of the replica: the bytes in etcd of keys that belong to a certificate, by its number."""
+class Kept(RecordKeeper):
+    """The bytes in etcd of keys that belong to a certificate, by its number."""
 
     prefixes = (b"m", b"p", b"f", b"a", b"x")
 
     def __init__(self) -> None:
+        super().__init__()
         self._sizes: dict[bytes, int] = {}
         self.bytes: Counter[int] = Counter()
 
-    def load(self, records: Sequence[KeyValue], revision: int) -> None:
-        self._sizes.clear()
-        self.bytes.clear()
-        for record in records:
-            self._take(record.key, record.value)
-
-    def apply(self, revision: int, events: Sequence[Event]) -> None:
-        for event in events:
-            self._take(event.key, event.value)
-
-    def _take(self, key: bytes, value: bytes | None) -> None:
+    def take(self, key: bytes, value: bytes | None, revision: int) -> None:
         size = 0 if value is None else len(key) + len(value) + KEY_COST_BYTES
         self.bytes[_owner(key)] += size - self._sizes.pop(key, 0)
         if size:
