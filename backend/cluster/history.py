@@ -135,7 +135,7 @@ async def accept(
         progress(min(engine.revision, floor) - start, floor - start)
         steps += 1
         if steps % _COMPACTED_EVERY == 0:
-            await engine.admin.room.compact(engine.revision)
+            await engine.admin.compact(engine.revision)
     reports = await read_reports(engine)
     if not reports:
         return None

@@ -133,17 +133,131 @@ class Room(NamedTuple):
         return 0 < _NEARLY_FULL_SHARE * self.quota_bytes <= self.file_bytes
 
 
-class EtcdRoom:
-    """Room and alarms of the etcd that these calls are for. Methods raise OSError."""
+def _room_of(answer: pb.StatusResponse) -> Room:
+    # etcd tells its alarms here as text, and without asking the other members.
+    raised = {name for name in ("NOSPACE", "CORRUPT") for told in answer.errors if name in told}
+    quota_bytes = answer.db_size_quota
+    if not quota_bytes and answer.db_size < _QUOTA_USUAL_BYTES:
+        quota_bytes = _QUOTA_USUAL_BYTES
+    return Room(
+        answer.version, answer.db_size, answer.db_size_in_use, quota_bytes, tuple(sorted(raised))
+    )
+
+
+def remedy(room: Room) -> str:
+    """Return the fault of etcd's room, with the remedy; "" for none."""
+    if "CORRUPT" in room.alarms:
+        return (
+            "etcd says that its members have different data (alarm CORRUPT) and refuses all writes; "
+            f"compare them, and take the alarm back if they agree, with: {REPAIR}"
+        )
+    file, used, quota = (n >> 20 for n in (room.file_bytes, room.used_bytes, room.quota_bytes))
+    size = f"its file has {file} MiB, {used} MiB of it in use"
+    if "NOSPACE" in room.alarms:
+        return f"etcd refuses all writes (alarm NOSPACE; {size}); free its room with: {REPAIR}"
+    if room.fragmented:
+        return f"etcd's quota of {quota} MiB is nearly reached, but {size}; free the rest with: {REPAIR}"
+    if room.nearly_full:
+        return (
+            f"etcd is nearly full: {size}, its quota is {quota} MiB; remove files, or start its "
+            "members with a larger --quota-backend-bytes"
+        )
+    return ""
+
+
+def roles_hold(version: str) -> bool:
+    """Return whether an etcd of this version lets nobody do more than its roles say. Older ones check
+    neither transactions within transactions nor alarms, and nothing at all during an alarm."""
+    numbers = re.findall(r"\d+", version.partition("-")[0])
+    return tuple(map(int, numbers)) >= _SOUND_VERSION
+
+
+class EtcdAdmin:
+    """The etcd that a cluster's keys are in. Methods raise OSError."""
 
     def __init__(self, calls: Calls) -> None:
         self._calls = calls
+        self.auth = Auth(calls)
 
-    async def here(self) -> Room:
-        """Return the room of the member that is in use."""
-        return _room_of(await self._calls.call(rpc.STATUS, pb.StatusRequest(), _ASK_S))
+    @property
+    def secure(self) -> bool:
+        """Return whether etcd is used over TLS, and so can authenticate this process."""
+        return self._calls.client.secure
 
-    async def everywhere(self) -> dict[str, Room | OSError]:
+    async def has_others(self) -> bool:
+        """Return whether this etcd has keys of other applications or clusters."""
+        prefix = self._calls.prefix
+        for start, end in ((b"\0", prefix), (end_of(prefix), b"\0")):
+            request = pb.RangeRequest(key=start, range_end=end, limit=1, keys_only=True)
+            if (await self._calls.call(rpc.RANGE, request)).kvs:
+                return True
+        return False
+
+    async def weaknesses(self) -> list[str]:
+        """Return why processes that are no members, or any member, can change the cluster's keys."""
+        client = self._calls.client
+        if client.is_relayed:
+            return []  # this process cannot ask etcd; store nodes and admins can
+        where = ", ".join(map(str, client.endpoints))
+        if not client.secure:
+            return [
+                f"etcd ({where}) is spoken to in clear: whoever reaches it can read and change everything;"
+                " irdmafs cluster init makes certificates for it"
+            ]
+        if not await self._is_restricted() and not await self.auth.is_enabled():
+            return [
+                f"etcd ({where}) does not check what a certificate may do: any member of the cluster can"
+                " change everything; irdmafs cluster protect has it checked"
+            ]
+        version = (await self._calls.call(rpc.STATUS, pb.StatusRequest(), _ASK_S)).version
+        if not roles_hold(version):
+            return [
+                f"etcd ({where}) is {version}, whose roles do not hold: whoever has a mount's or a node's"
+                " certificate can change and stop everything; update it to"
+                f" {'.'.join(map(str, _SOUND_VERSION))} or newer"
+            ]
+        return []
+
+    async def _is_restricted(self) -> bool:
+        """Return whether etcd denies this process the keys of others; it does not to admins."""
+        try:
+            await self._calls.ask(rpc.RANGE, pb.RangeRequest(key=b"\0", keys_only=True))
+        except RpcError as error:
+            return error.code == Status.PERMISSION_DENIED
+        return False
+
+    async def warn(self) -> None:
+        """Log the weaknesses. Errors of etcd are ignored."""
+        try:
+            for weakness in await self.weaknesses():
+                log.warning("%s", weakness)
+        except (OSError, RpcError) as error:
+            log.info("whether etcd checks who asks is not known: %s", error)
+
+    async def remove(self, start: bytes, end: bytes) -> None:
+        """Remove the keys with start <= key < end, also from an etcd that has no room for a transaction,
+        which would put a key of its own. Nobody has to wait for it, as for keys whose lease ends."""
+        prefix = self._calls.prefix
+        request = pb.DeleteRangeRequest(key=prefix + start, range_end=prefix + end)
+        await self._calls.call(rpc.DELETE, request)
+
+    async def spend(self, count: int) -> None:
+        """Raise etcd's revision by `count`, without changing anything else."""
+        spent = pb.PutRequest(key=self._calls.prefix + _SPENT_KEY)
+        request = pb.TxnRequest(success=[pb.RequestOp(request_put=spent)])
+        left = iter(range(count))
+
+        async def put() -> None:
+            for _ in left:
+                await self._calls.call(rpc.TXN, request)
+
+        async with trio.open_nursery() as nursery:
+            for _ in range(_SPENDING_AT_ONCE):
+                nursery.start_soon(put)
+
+    # -- room and alarms
+
+    async def rooms(self) -> dict[str, Room | OSError]:
         """Return the room of each member that is configured, or why it is not known, by address."""
         found: dict[str, Room | OSError] = {}
 
@@ -238,126 +352,3 @@ class EtcdRoom:
             return await client.call(method, request, timeout_s=timeout_s, try_s=timeout_s)
         except RpcError as error:
             raise self._calls.failure(error) from None
-
-
-def _room_of(answer: pb.StatusResponse) -> Room:
-    # etcd tells its alarms here as text, and without asking the other members.
-    raised = {name for name in ("NOSPACE", "CORRUPT") for told in answer.errors if name in told}
-    quota_bytes = answer.db_size_quota
-    if not quota_bytes and answer.db_size < _QUOTA_USUAL_BYTES:
-        quota_bytes = _QUOTA_USUAL_BYTES
-    return Room(
-        answer.version, answer.db_size, answer.db_size_in_use, quota_bytes, tuple(sorted(raised))
-    )
-
-
-def remedy(room: Room) -> str:
-    """Return the fault of etcd's room, with the remedy; "" for none."""
-    if "CORRUPT" in room.alarms:
-        return (
-            "etcd says that its members have different data (alarm CORRUPT) and refuses all writes; "
-            f"compare them, and take the alarm back if they agree, with: {REPAIR}"
-        )
-    file, used, quota = (n >> 20 for n in (room.file_bytes, room.used_bytes, room.quota_bytes))
-    size = f"its file has {file} MiB, {used} MiB of it in use"
-    if "NOSPACE" in room.alarms:
-        return f"etcd refuses all writes (alarm NOSPACE; {size}); free its room with: {REPAIR}"
-    if room.fragmented:
-        return f"etcd's quota of {quota} MiB is nearly reached, but {size}; free the rest with: {REPAIR}"
-    if room.nearly_full:
-        return (
-            f"etcd is nearly full: {size}, its quota is {quota} MiB; remove files, or start its "
-            "members with a larger --quota-backend-bytes"
-        )
-    return ""
-
-
-def roles_hold(version: str) -> bool:
-    """Return whether an etcd of this version lets nobody do more than its roles say. Older ones check
-    neither transactions within transactions nor alarms, and nothing at all during an alarm."""
-    numbers = re.findall(r"\d+", version.partition("-")[0])
-    return tuple(map(int, numbers)) >= _SOUND_VERSION
-
-
-class EtcdAdmin:
-    """The etcd that a cluster's keys are in. Methods raise OSError."""
-
-    def __init__(self, calls: Calls) -> None:
-        self._calls = calls
-        self.auth, self.room = Auth(calls), EtcdRoom(calls)
-
-    @property
-    def secure(self) -> bool:
-        """Return whether etcd is used over TLS, and so can authenticate this process."""
-        return self._calls.client.secure
-
-    async def has_others(self) -> bool:
-        """Return whether this etcd has keys of other applications or clusters."""
-        prefix = self._calls.prefix
-        for start, end in ((b"\0", prefix), (end_of(prefix), b"\0")):
-            request = pb.RangeRequest(key=start, range_end=end, limit=1, keys_only=True)
-            if (await self._calls.call(rpc.RANGE, request)).kvs:
-                return True
-        return False
-
-    async def weaknesses(self) -> list[str]:
-        """Return why processes that are no members, or any member, can change the cluster's keys."""
-        client = self._calls.client
-        if client.is_relayed:
-            return []  # this process cannot ask etcd; store nodes and admins can
-        where = ", ".join(map(str, client.endpoints))
-        if not client.secure:
-            return [
-                f"etcd ({where}) is spoken to in clear: whoever reaches it can read and change everything;"
-                " irdmafs cluster init makes certificates for it"
-            ]
-        if not await self._is_restricted() and not await self.auth.is_enabled():
-            return [
-                f"etcd ({where}) does not check what a certificate may do: any member of the cluster can"
-                " change everything; irdmafs cluster protect has it checked"
-            ]
-        version = (await self.room.here()).version
-        if not roles_hold(version):
-            return [
-                f"etcd ({where}) is {version}, whose roles do not hold: whoever has a mount's or a node's"
-                " certificate can change and stop everything; update it to"
-                f" {'.'.join(map(str, _SOUND_VERSION))} or newer"
-            ]
-        return []
-
-    async def _is_restricted(self) -> bool:
-        """Return whether etcd denies this process the keys of others; it does not to admins."""
-        try:
-            await self._calls.ask(rpc.RANGE, pb.RangeRequest(key=b"\0", keys_only=True))
-        except RpcError as error:
-            return error.code == Status.PERMISSION_DENIED
-        return False
-
-    async def warn(self) -> None:
-        """Log the weaknesses. Errors of etcd are ignored."""
-        try:
-            for weakness in await self.weaknesses():
-                log.warning("%s", weakness)
-        except (OSError, RpcError) as error:
-            log.info("whether etcd checks who asks is not known: %s", error)
-
-    async def remove(self, start: bytes, end: bytes) -> None:
-        """Remove the keys with start <= key < end, also from an etcd that has no room for a transaction,
-        which would put a key of its own. Nobody has to wait for it, as for keys whose lease ends."""
-        prefix = self._calls.prefix
-        request = pb.DeleteRangeRequest(key=prefix + start, range_end=prefix + end)
-        await self._calls.call(rpc.DELETE, request)
-
-    async def spend(self, count: int) -> None:
-        """Raise etcd's revision by `count`, without changing anything else."""
-        spent = pb.PutRequest(key=self._calls.prefix + _SPENT_KEY)
-        request = pb.TxnRequest(success=[pb.RequestOp(request_put=spent)])
-        left = iter(range(count))
-
-        async def put() -> None:
-            for _ in left:
-                await self._calls.call(rpc.TXN, request)
-
-        async with trio.open_nursery() as nursery:
-            for _ in range(_SPENDING_AT_ONCE):
-                nursery.start_soon(put)

@@ -152,7 +152,7 @@ class Housekeeping:
             return
         try:
             with trio.fail_after(_FORGET_TIMEOUT_S):
-                await self._cluster.engine.admin.room.compact(old)
+                await self._cluster.engine.admin.compact(old)
             self._forgotten = old
         except (OSError, trio.TooSlowError) as error:
             log.info("etcd's history before revision %d is kept for now: %s", old, error)

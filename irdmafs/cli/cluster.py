@@ -285,7 +285,7 @@ def status_command(ctx: click.Context, as_json: bool, config_path: str | None) -
         found = await read_state(config, engine)
         await ask_nodes(found, config)
         await name_files(found, engine)
-        found.etcd_room = await engine.admin.room.everywhere()
+        found.etcd_room = await engine.admin.rooms()
         return {
             "cluster": config.cluster.name,
             "etcd": list(config.cluster.etcd),
@@ -358,7 +358,7 @@ def repair_etcd(config_path: str | None) -> None:
     """
 
     async def repair(engine: EtcdEngine) -> None:
-        await engine.admin.room.repair(say)
+        await engine.admin.repair(say)
 
     with_etcd(load(config_path), repair)
     say("see how it is now with: irdmafs cluster status")

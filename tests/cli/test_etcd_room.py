@@ -17,7 +17,7 @@ from harness.mountpoint import succeeded
 
 from irdmafs.backend.cluster.config import ClusterConfig
 from irdmafs.backend.etcd import etcd_pb2 as pb
-from irdmafs.backend.etcd.admin import EtcdRoom, roles_hold
+from irdmafs.backend.etcd.admin import EtcdAdmin, roles_hold
 from irdmafs.backend.etcd.engine import EtcdEngine
 from irdmafs.backend.etcd.rpc import ALARM
 from irdmafs.backend.kv import NoSpace, Put
@@ -49,7 +49,7 @@ class Cluster(test_cluster_commands.Cluster):
 
     def raise_alarm(self, alarm: pb.AlarmType) -> None:
         request = pb.AlarmRequest(action=pb.AlarmRequest.ACTIVATE, memberID=1, alarm=alarm)
-        self.do(lambda engine: engine.admin.room._calls.call(ALARM, request))
+        self.do(lambda engine: engine.admin._calls.call(ALARM, request))
 
     def fill(self, keys: int = 1, size: int = 1) -> None:
         async def put(engine: EtcdEngine) -> None:
@@ -100,7 +100,7 @@ def test_a_full_etcd_takes_writes_when_keys_were_removed_and_it_was_repaired(
 def test_the_members_that_are_up_are_repaired_and_compared_only_if_all_are(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(EtcdRoom._ask, "__defaults__", (1.0,))
+    monkeypatch.setattr(EtcdAdmin._ask, "__defaults__", (1.0,))
     with EtcdServer(members=3) as server:
         cluster = Cluster(server, tmp_path)
         server.kill9(2)

@@ -219,12 +219,12 @@ async def forgotten(engine: EtcdEngine) -> AsyncIterator[None]:
 async def filled(engine: EtcdEngine) -> AsyncIterator[None]:
     """etcd says that it is full: it answers questions and deletes, and takes nothing else."""
     request = pb.AlarmRequest(action=pb.AlarmRequest.ACTIVATE, memberID=1, alarm=pb.NOSPACE)
-    await engine.admin.room._calls.call(ALARM, request)
+    await engine.admin._calls.call(ALARM, request)
     try:
         yield
     finally:
         request.action = pb.AlarmRequest.DEACTIVATE
-        await engine.admin.room._calls.call(ALARM, request)
+        await engine.admin._calls.call(ALARM, request)
 
 
 class TestUncertainTransaction:
@@ -435,8 +435,8 @@ class TestCompaction:
     async def test_of_what_is_compacted_already_is_no_error(self, own_etcd: EtcdServer) -> None:
         async with EtcdEngine(own_etcd.endpoints, new_prefix()) as engine:
             revision = await engine.transact((), [Put(b"a", b"1")])
-            await engine.admin.room.compact(revision)
-            await engine.admin.room.compact(revision)
+            await engine.admin.compact(revision)
+            await engine.admin.compact(revision)
 
 
 async def test_a_watch_that_was_lost_goes_on_without_gap_or_duplicate(etcd: EtcdServer) -> None:
