@@ -30,8 +30,8 @@ class Groups(RecordKeeper):
         super().__init__(faults)
         self.configs: dict[int, tuple[GroupConfig, int]] = {}  # for reading only
         self.wanted: set[int] = set()
-        # Called with a group's id after its configuration changed.
-        self.group_changed: list[Callable[[int], None]] = []
+        # Called with a group's id and its former configuration, after that changed.
+        self.group_changed: list[Callable[[int, GroupConfig], None]] = []
         # Called with a pool's number when a mount wants its groups.
         self.pool_wanted: list[Callable[[int], None]] = []
 
@@ -117,15 +117,16 @@ class Groups(RecordKeeper):
                 self.wanted.add(group)
                 call(self.pool_wanted, group)
             return
+        before, known = self.get(group)
         if value is None:
             if self.configs.pop(group, None) is None:
                 return
         else:
             config = self.faults.sound(key, value, GroupConfig)
-            known = self.configs.get(group)
             # A damaged record counts as none for reading, but the key exists: no leader can
             # derive a change from it, and no process creates it anew.
-            if config is None or (known is not None and known[1] == revision):
+            if config is None or known == revision:
                 return
             self.configs[group] = (config, revision)
-        call(self.group_changed, group)
+        for listener in self.group_changed:
+            listener(group, before)

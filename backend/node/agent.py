@@ -61,7 +61,6 @@ class Agent:
         self._ping = ping
         self._wake = trio.Event()
         self._shunned = Rests(SHUN_FIRST_S, SHUN_MAX_S)
-        self._before: dict[int, GroupConfig] = {}  # by group
         self._pinging: dict[int, trio.Lock] = {}
         self._answers: dict[int, tuple[float, bool]] = {}
         self._waits_for_names = False  # to go: no event tells when they are gone
@@ -231,9 +230,8 @@ class Agent:
 
     # --- whom to give work
 
-    def _group_changed(self, group: int) -> None:
+    def _group_changed(self, group: int, before: GroupConfig) -> None:
         config, _ = self._cluster.groups.get(group)
-        before, self._before[group] = self._before.get(group, config), config
         self._handover.group_changed(group, before, config)
         gone = set(before.members) - set(config.members) if config.members else set()
         for node in gone & self._cluster.members.nodes.keys() - {self.node}:

@@ -33,7 +33,7 @@ from ..files.digest import Digests
 from ..files.sparse import allocated_bytes
 from ..kv import Event, KeyValue
 from ..kv.faults import Faults
-from ..model.records import GROUP_BUCKET_BITS, session_of
+from ..model.records import GROUP_BUCKET_BITS, GroupConfig, session_of
 from ..namespace import ROOT_INO, Inode
 from ..namespace.numbers import subvolume_of
 from ..observe.figures import count, gauge
@@ -105,7 +105,6 @@ class Catalog:
         # Contents found without a name whose loss of it was not seen here.
         self._found_unnamed: set[int] = set()
         self._gone: dict[int, None] = {}  # contents, the oldest first
-        self._mine: set[int] = set()  # groups we are a member of
         # Groups that this node has left, and may have extents of: since when, and if it saw itself leave.
         self._left: dict[int, tuple[float, bool]] = {}
         self._busy = trio.Event()
@@ -321,15 +320,13 @@ class Catalog:
         self.sessions.discard(before)
         return [content for content in self._unnamed if session_of(content) == before]
 
-    def _group_changed(self, group: int) -> None:
+    def _group_changed(self, group: int, before: GroupConfig) -> None:
         if self.is_member(group):
-            self._mine.add(group)
             self._left.pop(group, None)
             if self._begun and len(self.files.quarantine):
                 for content in self._named.by_group.get(group, ()):
                     self._bring_back(content)
-        elif group in self._mine:
-            self._mine.remove(group)
+        elif self.files.node in before.members:
             self._leave(group, seen=True)
 
     # -- what is here ----------------------------------------------------------------------------

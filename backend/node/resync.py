@@ -183,7 +183,7 @@ class Resync:
 
     # -- filling ---------------------------------------------------------------------------------
 
-    def _group_changed(self, group: int) -> None:
+    def _group_changed(self, group: int, before: GroupConfig) -> None:
         if (filling := self._filling.get(group)) is not None:
             filling.news.set()
         self._touched.add(group)
