@@ -5,7 +5,9 @@ import os
 from collections.abc import Awaitable, Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
+from unittest.mock import Mock
 
+import pytest
 import trio
 import trio.testing
 from test_store_node import files
@@ -103,6 +105,15 @@ class Place:
         return handover.may_step(
             group_of(LAYOUT, 0, BUCKETS), self.config, step, {self.files.node, OTHER}
         )
+
+
+async def test_a_node_that_leaves_waits_on_a_host_that_has_just_started_too(
+    files: Files, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    clock = Mock(monotonic=lambda: 10.0)
+    monkeypatch.setattr("irdmafs.backend.node.handover.time", clock)
+    place = Place(files, 1)
+    assert not place.may_leave(place.handover())
 
 
 async def test_a_digest_taken_while_its_extent_is_mended_is_not_remembered(files: Files) -> None:
