@@ -89,7 +89,7 @@ class NodeService(Service[Incoming]):
         if not revision:
             raise OSError(errno.EINVAL, f"there is no group {target.group:#x}")
         if revision != target.config:
-            raise Fenced(target.group)
+            raise Fenced(f"group {target.group:#x} has a newer configuration")
         if self.node not in config.members:
             raise OSError(
                 errno.EINVAL, f"node {self.node:x} is not a member of group {target.group:#x}"

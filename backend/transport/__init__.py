@@ -81,9 +81,8 @@ class Target(msgspec.Struct, array_like=True, frozen=True):
 class Fenced(OSError):
     """The node knows a newer configuration of the group: look it up and begin again."""
 
-    def __init__(self, group: int) -> None:
-        super().__init__(errno.ESTALE, f"group {group:#x} has a newer configuration")
-        self.group = group
+    def __init__(self, text: str) -> None:
+        super().__init__(errno.ESTALE, text)
 
 
 class Unreachable(OSError):

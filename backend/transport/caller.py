@@ -80,11 +80,10 @@ class Ends(NamedTuple):
 
 
 class Expected:
-    """An answer that is awaited inside of a `with` block. `group` is the group that a Fenced is about."""
+    """An answer that is awaited inside of a `with` block."""
 
-    def __init__(self, control: "ControlClient", group: int) -> None:
+    def __init__(self, control: "ControlClient") -> None:
         self._control = control
-        self._group = group
         self._event = trio.Event()
         # The answer, or why there is none.
         self._outcome: messages.Answer | str = ""
@@ -110,7 +109,7 @@ class Expected:
         if isinstance(outcome, kind):
             return outcome
         if isinstance(outcome, messages.Failed):
-            raise messages.error_of(outcome.code, outcome.node, outcome.text, self._group)
+            raise messages.error_of(outcome.code, outcome.node, outcome.text)
         why = outcome if isinstance(outcome, str) else "its answer makes no sense"
         raise Unreachable(self._control.node, why or self._control.why)
 
@@ -167,7 +166,7 @@ class ControlClient:
         """Send a request and return its answer of this kind. Raises as `Expected.answer`."""
         await acquire(self._slots)
         try:
-            with Expected(self, request.group) as expected:
+            with Expected(self) as expected:
                 self.caller.counters.round_trips += 1
                 await self._send(request, expected)
                 return await expected.answer(kind)
@@ -276,7 +275,7 @@ class ControlClient:
 
     async def _ping(self) -> None:
         if len(self.waiting) <= messages.REQUESTS_AT_ONCE:
-            with suppress(OSError), Expected(self, 0) as expected:
+            with suppress(OSError), Expected(self) as expected:
                 await self._send(messages.Ping(), expected)
                 await expected.answer(messages.Done)
 

@@ -85,11 +85,6 @@ class Request(Message, kw_only=True):
     number: int = 0
     trace: Name = ""
 
-    @property
-    def group(self) -> int:
-        """Return the group whose configuration the request names, 0 if it names none."""
-        return 0
-
     def check(self) -> None:
         """Raise BadMessage for values of several fields that do not fit each other."""
 
@@ -116,10 +111,6 @@ class ToTarget(AboutExtent):
     """The base of requests that store an extent."""
 
     target: Target
-
-    @property
-    def group(self) -> int:
-        return self.target.group
 
 
 class Ping(Request, tag=10):
@@ -265,13 +256,12 @@ def failure_of(error: OSError, node: int) -> tuple[int, int, str]:
     return error.errno or errno.EIO, node, text[:TEXT_MAX]
 
 
-def error_of(code: int, node: int, text: str, group: int = 0) -> OSError:
+def error_of(code: int, node: int, text: str) -> OSError:
     """Return the error for the values of `failure_of`."""
     if code == errno.ENOTCONN:
         return Unreachable(node, text)
-    if code == errno.ESTALE and group:
-        return Fenced(group)
-    return OSError(code, f"store node {node:x}: {text or os.strerror(code)}")
+    told = f"store node {node:x}: {text or os.strerror(code)}"
+    return Fenced(told) if code == errno.ESTALE else OSError(code, told)
 
 
 def describe_version(version: int) -> str:

@@ -88,7 +88,7 @@ class ExtentDirectory:
 
     async def admit(self, extent: Extent, target: Target) -> None:
         if target.config < self.newest_config:
-            raise Fenced(target.group)
+            raise Fenced("the group has a newer configuration")
 
     def size(self, extent: Extent) -> int | None:
         try:

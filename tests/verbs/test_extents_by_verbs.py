@@ -121,9 +121,8 @@ async def test_errors_of_a_node_are_told_as_over_tcp(memory: Path) -> None:
             await cluster.read(1, Extent(1, 0), 1, MiB)
         source = cluster.file("source", bytes(MiB))
         cluster.service(1).newest_config = 5
-        with pytest.raises(Fenced) as fenced:
+        with pytest.raises(Fenced):
             await device.write(Extent(2, 0), Target(9, 4, ()), FileRange(source, 0, MiB))
-        assert fenced.value.group == 9
         cluster.service(1).limit_bytes = MiB - 1
         with fails_with(errno.ENOSPC):
             await device.write(Extent(2, 0), Target(1, 5, ()), FileRange(source, 0, MiB))

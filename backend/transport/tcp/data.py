@@ -72,7 +72,7 @@ class Onward:
         """Send the bytes that are offered, until the next node has acknowledged or failed. Raises its
         error: OSError, Unreachable (which node)."""
         try:
-            self._send(channel).check(self._header.target.group)
+            self._send(channel).check()
         except (Lost, BadMessage) as error:
             raise Unreachable(self.node, str(error)) from None
 

@@ -275,7 +275,7 @@ def _send(channel: Channel, header: Header, fd: int, base: int, passed: Landed) 
         reply = send_range(channel, fd, base + start, length, passed)
         if reply is not None:
             break
-    (end_sending(channel) if reply is None else reply).check(header.target.group)
+    (end_sending(channel) if reply is None else reply).check()
 
 
 def _receive(channel: Channel, header: Header, fd: int, base: int, landed: Landed) -> None:
@@ -289,4 +289,4 @@ def _receive(channel: Channel, header: Header, fd: int, base: int, landed: Lande
             ranges = tuple((base + start, length) for start, length in ranges)
         receive_ranges(channel, fd, ranges, landed)
     channel.clean = True
-    reply.check(header.target.group)
+    reply.check()

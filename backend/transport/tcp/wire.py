@@ -68,10 +68,10 @@ class Reply(NamedTuple):
     text: Annotated[str, Meta(max_length=TEXT_MAX)] = ""
     closing: bool = False
 
-    def check(self, group: int) -> None:
-        """Raise the node's error, if it is one; `group` is that of a Fenced."""
+    def check(self) -> None:
+        """Raise the node's error, if it is one."""
         if self.kind is ReplyKind.FAILED:
-            raise error_of(self.code, self.node, self.text, group)
+            raise error_of(self.code, self.node, self.text)
 
 
 class Header(NamedTuple):

@@ -78,7 +78,7 @@ class Path:
                     raise NotThisWay(f"{length} bytes are too many pieces")
             else:
                 piece = piece_bytes(length, growth is not None or bool(target.chain))
-            with Expected(self.control, target.group) as sealed:
+            with Expected(self.control) as sealed:
                 told = piece if target.chain else length
                 asked = messages.Reserve(extent, target, length, told, sealed.number, self.number)
                 exposed = await self.control.ask(asked, messages.Exposed)
