@@ -132,18 +132,11 @@ class Device:
         self._counters = link.caller.counters
         self._ways = ways
 
-    async def put(self, extent: Extent, target: Target, data: bytes) -> None:
-        """Store a small extent on this node alone, which has sealed it when this returns."""
-        if len(data) > messages.PUT_BYTES_MAX:
-            raise OSError(errno.EMSGSIZE, f"{len(data)} bytes do not fit into a message")
-        await self.link.ask(messages.Put(extent, target, data), messages.Done)
-        self._counters.message_bytes += len(data)
-
-    async def put_all(self, puts: Sequence[messages.Put]) -> None:
-        """Store small extents, PUTS_MAX at most and PUTS_BYTES_MAX together, on this node; they are sealed
-        when this returns. Each may be there, or not, when it raises OSError."""
-        await self.link.ask(messages.PutAll([*puts]), messages.Done)
-        self._counters.message_bytes += sum(len(put.data) for put in puts)
+    async def put(self, *parcels: messages.Parcel) -> None:
+        """Store small extents, PUTS_MAX at most and PUTS_BYTES_MAX together, on this node alone; they are
+        sealed when this returns. Each may be there, or not, when it raises OSError."""
+        await self.link.ask(messages.Put([*parcels]), messages.Done)
+        self._counters.message_bytes += sum(len(parcel.data) for parcel in parcels)
 
     async def get(self, extents: Sequence[Extent], limit: int) -> list[bytes | None]:
         """Return small extents whole, in one round trip; None for missing ones, and those above `limit`."""

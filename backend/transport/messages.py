@@ -117,10 +117,22 @@ class Ping(Request, tag=10):
     pass
 
 
-class Put(ToTarget, tag=11):
-    """Stores an extent on this node only: it is not handed on."""
+class Parcel(msgspec.Struct, array_like=True, frozen=True):
+    """A small extent, which is stored on one node only: it is not handed on."""
 
+    extent: Extent
+    target: Target
     data: Annotated[bytes, Meta(max_length=PUT_BYTES_MAX)]
+
+
+class Put(AboutContents, tag=11):
+    """Stores small extents, each on its own; the first error is the answer."""
+
+    parcels: Annotated[list[Parcel], Meta(max_length=PUTS_MAX)]
+
+    @property
+    def contents(self) -> Collection[int]:
+        return {parcel.extent.content for parcel in self.parcels}
 
 
 class Get(Request, tag=12):
@@ -138,16 +150,6 @@ class Abort(AboutContents, tag=14):
     @property
     def contents(self) -> Collection[int]:
         return (self.content,)
-
-
-class PutAll(AboutContents, tag=43):
-    """Stores several extents, each on its own; the first error is the answer."""
-
-    puts: Annotated[list[Put], Meta(max_length=PUTS_MAX)]
-
-    @property
-    def contents(self) -> Collection[int]:
-        return {put.extent.content for put in self.puts}
 
 
 class Suspect(Request, tag=15):

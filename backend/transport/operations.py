@@ -76,7 +76,13 @@ async def _ask_etcd(host: Host, peer: Peer, request: messages.AskEtcd) -> messag
 
 
 async def _put(host: Host, peer: Peer, request: messages.Put) -> messages.Done:
-    extent, target, data = request.extent, request.target, request.data
+    for parcel in request.parcels:
+        await _put_one(host, parcel)
+    return messages.Done()
+
+
+async def _put_one(host: Host, parcel: messages.Parcel) -> None:
+    extent, target, data = parcel.extent, parcel.target, parcel.data
     if target.chain:
         raise OSError(errno.EINVAL, "what is in a message is not handed on")
     incoming = await begin(host.service, extent, target, len(data))
@@ -85,13 +91,6 @@ async def _put(host: Host, peer: Peer, request: messages.Put) -> messages.Done:
             write_at(incoming.fd, data, 0)
             await host.service.seal(extent, incoming)
         host.counters.received_bytes += len(data)
-    return messages.Done()
-
-
-async def _put_all(host: Host, peer: Peer, request: messages.PutAll) -> messages.Done:
-    for put in request.puts:
-        await _put(host, peer, put)
-    return messages.Done()
 
 
 async def _adopt(host: Host, peer: Peer, request: messages.Adopt) -> messages.Done:
@@ -178,7 +177,6 @@ OPERATIONS: dict[type[messages.Request], Operation] = {
     messages.Digest: Operation((ANY, NONE, NONE, NONE), messages.Digested, _digest),
     # Writing.
     messages.Put: Operation((NONE, OWN, NONE, NONE), messages.Done, _put),
-    messages.PutAll: Operation((NONE, OWN, NONE, NONE), messages.Done, _put_all),
     messages.Adopt: Operation((NONE, OWN, NONE, NONE), messages.Done, _adopt),
     # Every mount may read every extent, so it may have one of its own with the same bytes.
     messages.Share: Operation((NONE, OWN, NONE, NONE), messages.Done, _share),

@@ -40,6 +40,7 @@ from irdmafs.backend.model.placement import group_of
 from irdmafs.backend.model.records import Layout, NodeRecord, Settings
 from irdmafs.backend.namespace import ROOT_INO, Inode, Namespace, NewVersion, SharedCommitter, Tree
 from irdmafs.backend.transport import Extent, Fenced, FileRange, Target, Unreachable
+from irdmafs.backend.transport.messages import Parcel
 from irdmafs.backend.transport.movers import all_movers
 from irdmafs.backend.transport.peers import Peers, open_peers
 from irdmafs.backend.transport.rights import make_session_key, session_digest
@@ -167,7 +168,7 @@ class Writer:
         first, target = self.target(layout)
         alone = Target(target.group, target.config, ())
         for node in (first, *target.chain):
-            await self.peers.device(node).put(Extent(content, 0), alone, data)
+            await self.peers.device(node).put(Parcel(Extent(content, 0), alone, data))
 
     async def write(self, content: int, data: bytes, layout: Layout) -> None:
         node, target = self.target(layout)
@@ -264,7 +265,7 @@ async def test_a_node_refuses_what_is_not_its_to_store(place: Place) -> None:
 
         async def refused(content: int, target: Target) -> OSError:
             with pytest.raises(OSError) as caught:
-                await device.put(Extent(content, 0), target, b"bytes")
+                await device.put(Parcel(Extent(content, 0), target, b"bytes"))
             return caught.value
 
         older = Target(target.group, target.config - 1, ())

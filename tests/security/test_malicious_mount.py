@@ -25,6 +25,7 @@ from irdmafs.backend.model.placement import group_of
 from irdmafs.backend.model.records import SIZE_MAX, MountRecord
 from irdmafs.backend.namespace import ROOT_INO, Inode, Tree
 from irdmafs.backend.transport import Extent, FileRange, Target
+from irdmafs.backend.transport.messages import Parcel
 from irdmafs.backend.transport.movers import all_movers
 from irdmafs.backend.transport.peers import Peers, open_peers
 from irdmafs.backend.transport.rights import make_session_key, session_digest
@@ -97,8 +98,8 @@ class Tries(NamedTuple):
     size: int
 
     async def put(self, node: int) -> None:
-        extent = Extent(self.content, 0)
-        await self.attacker.peers.device(node).put(extent, self.target, b"x" * self.size)
+        parcel = Parcel(Extent(self.content, 0), self.target, b"x" * self.size)
+        await self.attacker.peers.device(node).put(parcel)
 
     async def write(self, node: int) -> None:
         with descriptor(os.memfd_create("data")) as fd:

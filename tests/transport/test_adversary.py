@@ -26,6 +26,7 @@ from test_strangers import EXTENT, REQUESTS, TARGET
 from irdmafs.backend.model.records import NodeAddress
 from irdmafs.backend.transport import Extent, FileRange, Unreachable, messages
 from irdmafs.backend.transport.frames import BadMessage, decode_welcome
+from irdmafs.backend.transport.messages import Parcel
 from irdmafs.backend.transport.movers import all_movers
 from irdmafs.backend.transport.peers import Peers, open_peers
 from irdmafs.backend.transport.rights import ROLES, Scope, may
@@ -273,7 +274,7 @@ async def test_others_words_end_a_control_connection(
     attacked: Attacked, direction: int, what: str
 ) -> None:
     async with attacked(kind="control") as (cluster, relay):
-        await cluster.peers.device(1).put(Extent(1, 0), TARGET, b"content")
+        await cluster.peers.device(1).put(Parcel(Extent(1, 0), TARGET, b"content"))
         [passage] = relay.passages
         control = cluster.peers.device(1).link._control
         assert control is not None
@@ -359,7 +360,7 @@ async def test_a_mount_is_refused_what_is_of_another_session(
         assert not cluster.service(1).aborted
         assert not cluster.service(1).leftovers
         told = strangers.warnings(caplog, "irdmafs.backend.transport.mover")
-        assert len(told) == cluster.nodes[1].listener.host.counters.denied_requests == 6
+        assert len(told) == cluster.nodes[1].listener.host.counters.denied_requests == 5
 
 
 @pytest.mark.parametrize("op", wire.Op)
@@ -367,7 +368,7 @@ async def test_a_right_that_a_data_connection_does_not_give_is_refused(
     memory: Path, op: wire.Op
 ) -> None:
     async with in_cluster(memory, 1) as cluster:
-        await cluster.peers.device(1).put(EXTENT, TARGET, b"published")
+        await cluster.peers.device(1).put(Parcel(EXTENT, TARGET, b"published"))
         service = cluster.service(1)
         service.owners = {5: b"the key of the victim's session"}
         before = list(service.sealed)

@@ -92,7 +92,7 @@ def test_every_message_that_a_peer_may_send_is_in_the_table() -> None:
 
 
 def test_only_mounts_and_nodes_write_and_mounts_only_their_own() -> None:
-    for kind in (messages.Put, messages.PutAll, Reserve, messages.Adopt, messages.Abort):
+    for kind in (messages.Put, Reserve, messages.Adopt, messages.Abort):
         assert may(TABLE, "mount", kind) is Scope.OWN
         assert may(TABLE, "reader", kind) is may(TABLE, "admin", kind) is Scope.NONE
     assert may(RIGHTS, "mount", Op.WRITE) is Scope.OWN

@@ -30,6 +30,7 @@ from harness.transport_place import (
 )
 
 from irdmafs.backend.transport import Extent, Fenced, FileRange, Target, Unreachable, link
+from irdmafs.backend.transport.messages import Parcel
 from irdmafs.backend.transport.peers import Peers
 from irdmafs.backend.transport.tcp import data
 from irdmafs.backend.transport.tcp.channel import Channel
@@ -69,11 +70,11 @@ async def test_a_small_extent_is_put_in_one_round_trip_and_not_handed_on(memory:
     async with in_cluster(memory, 2) as cluster:
         await cluster.peers.ping(1)
         before = cluster.peers.counters.round_trips
-        await cluster.peers.device(1).put(Extent(1, 0), Target(1, 1, ()), b"small")
+        await cluster.peers.device(1).put(Parcel(Extent(1, 0), Target(1, 1, ()), b"small"))
         assert cluster.peers.counters.round_trips == before + 1
         assert cluster.have(Extent(1, 0), b"small") == [1]
         with fails_with(errno.EINVAL):
-            await cluster.peers.device(1).put(Extent(2, 0), Target(1, 1, (2,)), b"small")
+            await cluster.peers.device(1).put(Parcel(Extent(2, 0), Target(1, 1, (2,)), b"small"))
         assert not cluster.have(Extent(2, 0), b"small")
 
 
@@ -121,7 +122,7 @@ async def test_many_small_extents_come_in_one_round_trip(memory: Path) -> None:
     async with in_cluster(memory, 1) as cluster:
         device = cluster.peers.device(1)
         for number in range(40):
-            await device.put(Extent(number, 0), Target(1, 1, ()), b"%d" % number * number)
+            await device.put(Parcel(Extent(number, 0), Target(1, 1, ()), b"%d" % number * number))
         before = cluster.peers.counters.round_trips
         got = await device.get([Extent(number, 0) for number in range(50)], 60)
         assert cluster.peers.counters.round_trips == before + 1
@@ -135,7 +136,7 @@ async def test_more_than_a_message_holds_is_got_in_several(memory: Path) -> None
         device = cluster.peers.device(1)
         data = [random_bytes(MiB - number) for number in range(20)]
         for number, each in enumerate(data):
-            await device.put(Extent(number, 0), Target(1, 1, ()), each)
+            await device.put(Parcel(Extent(number, 0), Target(1, 1, ()), each))
         assert await device.get([Extent(number, 0) for number in range(20)], MiB) == data
 
 
@@ -197,7 +198,7 @@ async def test_an_old_configuration_is_fenced_wherever_in_the_chain_it_is_notice
             await device.write(Extent(1, 0), target, FileRange(source, 0, length))
         with pytest.raises(Fenced):
             alone = Target(0x30007, 4, ())
-            await cluster.peers.device(refusing).put(Extent(2, 0), alone, b"small")
+            await cluster.peers.device(refusing).put(Parcel(Extent(2, 0), alone, b"small"))
         os.close(source)
         assert not cluster.service(refusing).sealed
         await until(lambda: not any(node.service.leftovers for node in cluster.nodes.values()))
@@ -435,7 +436,7 @@ async def test_a_node_is_found_again_where_it_restarts(memory: Path) -> None:
     async with mounted(memory, timeout_s=TIMEOUT_S) as peers:
         for number in range(3):
             with NodeProcess(memory, 1):
-                await peers.device(1).put(Extent(number, 0), Target(1, 1, ()), b"data")
+                await peers.device(1).put(Parcel(Extent(number, 0), Target(1, 1, ()), b"data"))
                 await Place(memory, peers, {}).write(Extent(number, 1), bytes(20 * MiB))
             with pytest.raises(Unreachable):
                 await peers.ping(1)
@@ -459,7 +460,8 @@ async def test_a_node_that_takes_long_to_seal_is_waited_for(memory: Path) -> Non
         cluster.service(3).may_seal = trio.Event()
         async with trio.open_nursery() as nursery:
             nursery.start_soon(cluster.write, Extent(1, 0), random_bytes(9 * MiB), 2, 3)
-            nursery.start_soon(cluster.peers.device(3).put, Extent(2, 0), Target(1, 1, ()), b"x")
+            small = Parcel(Extent(2, 0), Target(1, 1, ()), b"x")
+            nursery.start_soon(cluster.peers.device(3).put, small)
             # Longer than a node may be silent.
             await trio.sleep(3 * 1.0)
             assert len(nursery.child_tasks) == 2

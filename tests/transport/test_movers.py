@@ -19,6 +19,7 @@ from harness.transport_place import MiB, Place, mounted, random_bytes
 
 from irdmafs.backend.transport import Extent, Target
 from irdmafs.backend.transport.frames import Codec
+from irdmafs.backend.transport.messages import Parcel
 from irdmafs.backend.transport.mover import Mover
 from irdmafs.backend.transport.movers import all_movers
 
@@ -84,7 +85,7 @@ async def test_the_length_decides_which_mover_it_is(memory: Path) -> None:
     async with at_the_pier(memory) as place:
         for content, length in enumerate((BYTES_MIN - 1, BYTES_MIN), 1):
             await place.write(Extent(content, 0), bytes(length))
-        await place.peers.device(1).put(Extent(3, 0), Target(1, 1, ()), bytes(BYTES_MIN))
+        await place.peers.device(1).put(Parcel(Extent(3, 0), Target(1, 1, ()), bytes(BYTES_MIN)))
         assert place.peers.counters.moved_bytes == {"tcp": BYTES_MIN - 1, "ferry": BYTES_MIN}
         assert place.peers.counters.message_bytes == BYTES_MIN
 

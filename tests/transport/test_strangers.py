@@ -23,6 +23,7 @@ from harness.transport_place import TIMEOUT_S, MiB, Place, in_cluster, mounted, 
 
 from irdmafs.backend.transport import Distrusted, Extent, Target, Unreachable, door, messages
 from irdmafs.backend.transport.frames import HELLO_BYTES_MAX, decode_welcome
+from irdmafs.backend.transport.messages import Parcel
 from irdmafs.backend.transport.movers import all_movers
 from irdmafs.backend.transport.operations import codec_for
 from irdmafs.backend.transport.tcp import serving, wire
@@ -42,8 +43,7 @@ REQUESTS: dict[type[messages.Message], messages.Request] = {
     type(request): request
     for request in (
         messages.Ping(),
-        messages.Put(EXTENT, TARGET, b"data"),
-        messages.PutAll([messages.Put(EXTENT, TARGET, b"data")]),
+        messages.Put([messages.Parcel(EXTENT, TARGET, b"data")]),
         messages.Get([EXTENT], 100),
         messages.Adopt(EXTENT, TARGET, f"{EXTENT.content:x}"),
         messages.Abort(EXTENT.content),
@@ -201,7 +201,7 @@ class Usage:
 async def unchanged(cluster: Place, before: Usage) -> None:
     """The node still serves, and nothing has grown."""
     await until(lambda: not cluster.nodes[1].listener.host.door.strangers)
-    await cluster.peers.device(1).put(Extent(1 << 40, 0), Target(1, 1, ()), b"works")
+    await cluster.peers.device(1).put(Parcel(Extent(1 << 40, 0), Target(1, 1, ()), b"works"))
     await until(lambda: len(os.listdir("/proc/self/fd")) <= before.files + 4)
     after = Usage()
     assert after.threads <= before.threads + 40
@@ -552,7 +552,7 @@ async def test_what_a_writer_had_sent_before_it_died_is_dropped_on_all_nodes(mem
 async def test_a_peer_that_takes_no_answers_is_cut_off(memory: Path) -> None:
     async with in_cluster(memory, 1, timeout_s=0.5) as cluster:
         data = bytes(MiB)
-        await cluster.peers.device(1).put(Extent(1, 0), Target(1, 1, ()), data)
+        await cluster.peers.device(1).put(Parcel(Extent(1, 0), Target(1, 1, ()), data))
         stream = await introduced(cluster)
         stream.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
         asked = messages.Get([Extent(1, 0)] * 8, MiB)

@@ -191,10 +191,14 @@ def test_what_a_caller_reserves_is_accepted(length: int) -> None:
     take(verbs.Reserve(HERE, THERE, length, piece_bytes(length), 0))
 
 
+def put(*parcel: Any) -> messages.Put:
+    return messages.Put([messages.Parcel(*parcel)])
+
+
 REFUSED = [
-    messages.Put(HERE, THERE, bytes(messages.PUT_BYTES_MAX + 1)), messages.Put(Extent(-1, 0), THERE, b""),
-    messages.Put(Extent(1, 1 << 32), THERE, b""), messages.Put(HERE, Target(1 << 63, 1, ()), b""),
-    messages.Put(HERE, Target(1, 1, (1,) * (CHAIN_MAX + 1)), b""), messages.Get([Extent(1 << 63, 0)], 1),
+    put(HERE, THERE, bytes(messages.PUT_BYTES_MAX + 1)), put(Extent(-1, 0), THERE, b""),
+    put(Extent(1, 1 << 32), THERE, b""), put(HERE, Target(1 << 63, 1, ()), b""),
+    put(HERE, Target(1, 1, (1,) * (CHAIN_MAX + 1)), b""), messages.Get([Extent(1 << 63, 0)], 1),
     messages.Get([HERE] * (messages.GET_EXTENTS_MAX + 1), 1),
     messages.Get([HERE], messages.PUT_BYTES_MAX + 1), messages.Abort(-1),
     messages.Adopt(HERE, THERE, "a" * (messages.NAME_MAX + 1)), messages.Suspect(-1, 1),
@@ -213,7 +217,7 @@ def test_a_message_that_our_software_never_sends_is_refused(message: Message) ->
 
 
 def test_the_largest_messages_that_it_sends_are_taken() -> None:
-    take(messages.Put(Extent((1 << 63) - 1, 7), Target(1, 1, (2,) * CHAIN_MAX), b"bytes"))
+    take(put(Extent((1 << 63) - 1, 7), Target(1, 1, (2,) * CHAIN_MAX), b"bytes"))
     take(messages.Get([HERE] * messages.GET_EXTENTS_MAX, messages.PUT_BYTES_MAX))
     take(messages.Share(HERE, THERE, Extent(2, 0), SIZE_MAX))
     for message in (Admit(), verbs.Attach(END, 0, "a/1", END.gid), verbs.Detach(3)):

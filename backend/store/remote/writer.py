@@ -23,7 +23,7 @@ from ...namespace import Inode, NewVersion
 from ...observe.logs import log_failure
 from ...transport import Distrusted, Extent, Fenced, FileRange, Target, Unreachable, nothing_landed
 from ...transport.device import Device
-from ...transport.messages import PUTS_BYTES_MAX, PUTS_MAX, Put, in_batches
+from ...transport.messages import PUTS_BYTES_MAX, PUTS_MAX, Parcel, in_batches
 from ...unwrap import first_error
 from .cluster import Cluster, for_each_stripe
 
@@ -150,8 +150,8 @@ class Transfer:
     def fits_message(self) -> bool:
         return self._size <= self._cluster.small_bytes and not self._is_adoptable
 
-    def begin_small(self) -> tuple[GroupConfig, Put] | None:
-        """Return the members that a small content has to be put on, and the message for each of them; None
+    def begin_small(self) -> tuple[GroupConfig, Parcel] | None:
+        """Return the members that a small content has to be put on, and the parcel for each of them; None
         if it does not go into a message, or its group does not exist. Call `put_on` for each one that has
         it, and `complete` in any case."""
         if not self.fits_message:
@@ -162,7 +162,7 @@ class Transfer:
             return None
         self.asked.update(config.members)
         data = os.pread(self._fd, self._size, 0)
-        return config, Put(Extent(self._content, 0), Target(group, revision, ()), data)
+        return config, Parcel(Extent(self._content, 0), Target(group, revision, ()), data)
 
     def put_on(self, node: int, config: GroupConfig) -> None:
         """Note that a node has the content, which it took under this configuration."""
@@ -282,7 +282,8 @@ class Transfer:
         elif length <= cluster.small_bytes:
             # To all at once: for little data, a chain's extra hops cost more than this host's link.
             alone, data = Target(group, revision, ()), os.pread(self._fd, length, offset)
-            await self._tell_all(chain, lambda device: device.put(extent, alone, data))
+            parcel = Parcel(extent, alone, data)
+            await self._tell_all(chain, lambda device: device.put(parcel))
         else:
             passing = self._passing.get(stripe)
             passed = passing.landed if passing is not None else nothing_landed
@@ -370,17 +371,17 @@ class Transfer:
 async def put_together(cluster: Cluster, transfers: Iterable[Transfer]) -> None:
     """Send small contents to their nodes, many in a message. What does not arrive is left to
     `Transfer.complete`."""
-    by_node: dict[int, list[tuple[Transfer, GroupConfig, Put]]] = {}
+    by_node: dict[int, list[tuple[Transfer, GroupConfig, Parcel]]] = {}
     for transfer in transfers:
         begun = transfer.begin_small()
         if begun is not None:
             for node in begun[0].members:
                 by_node.setdefault(node, []).append((transfer, *begun))
 
-    async def send(node: int, parcels: list[tuple[Transfer, GroupConfig, Put]]) -> None:
-        for some in in_batches(parcels, lambda one: len(one[2].data), PUTS_MAX, PUTS_BYTES_MAX):
+    async def send(node: int, begun: list[tuple[Transfer, GroupConfig, Parcel]]) -> None:
+        for some in in_batches(begun, lambda one: len(one[2].data), PUTS_MAX, PUTS_BYTES_MAX):
             try:
-                await cluster.peers.device(node).put_all([put for _, _, put in some])
+                await cluster.peers.device(node).put(*(parcel for _, _, parcel in some))
             except OSError as error:
                 log.info("%d contents did not come to node %x together: %s", len(some), node, error)
                 return
@@ -388,8 +389,8 @@ async def put_together(cluster: Cluster, transfers: Iterable[Transfer]) -> None:
                 transfer.put_on(node, config)
 
     async with trio.open_nursery() as nursery:
-        for node, parcels in by_node.items():
-            nursery.start_soon(send, node, parcels)
+        for node, several in by_node.items():
+            nursery.start_soon(send, node, several)
 
 
 async def digests_of(fd: int, size: int, layout: Layout) -> bytes:

@@ -70,7 +70,8 @@ class DeviceJobs:
         os.pwrite(source, mark, 0)
         began = time.perf_counter()
         if size < MESSAGE_BYTES:
-            await self._device.put(extent, self._target, os.pread(source, size, 0))
+            data = os.pread(source, size, 0)
+            await self._device.put(messages.Parcel(extent, self._target, data))
         else:
             await self._device.write(extent, self._target, FileRange(source, 0, size))
         took_s = time.perf_counter() - began
