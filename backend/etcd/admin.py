@@ -209,7 +209,7 @@ class EtcdAdmin:
                 f"etcd ({where}) does not check what a certificate may do: any member of the cluster can"
                 " change everything; irdmafs cluster protect has it checked"
             ]
-        version = (await self._calls.call(rpc.STATUS, pb.StatusRequest(), _ASK_S)).version
+        version = (await self.room()).version
         if not roles_hold(version):
             return [
                 f"etcd ({where}) is {version}, whose roles do not hold: whoever has a mount's or a node's"
@@ -256,6 +256,10 @@ class EtcdAdmin:
                 nursery.start_soon(put)
 
     # -- room and alarms
+
+    async def room(self) -> Room:
+        """Return the room of the member that is in use."""
+        return _room_of(await self._calls.call(rpc.STATUS, pb.StatusRequest(), _ASK_S))
 
     async def rooms(self) -> dict[str, Room | OSError]:
         """Return the room of each member that is configured, or why it is not known, by address."""

@@ -184,7 +184,7 @@ class EtcdWatch:
 
     async def look(self) -> None:
         """Ask etcd once. Raises OSError."""
-        room = await self._engine.admin.room.here()
+        room = await self._engine.admin.room()
         alarms = {alarm: int(alarm in room.alarms) for alarm in _ALARMS}
         self.figures = EtcdFigures(room.file_bytes, room.used_bytes, room.quota_bytes, alarms)
         fault = remedy(room)

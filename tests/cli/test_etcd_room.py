@@ -150,6 +150,6 @@ async def test_a_node_has_etcd_s_room_in_its_figures_and_logs_an_alarm_once(
         [told] = caplog.messages
         assert "NOSPACE" in told
         assert "irdmafs cluster repair-etcd" in told
-        await engine.admin.room.repair(lambda line: None)
+        await engine.admin.repair(lambda line: None)
         await watch.look()
         assert caplog.messages[1:] == ["etcd has room, and no alarm"]

@@ -131,7 +131,7 @@ def test_a_version_costs_few_transactions(here: Path, there: Path) -> None:
 
     def transactions() -> int:
         eventually(lambda: len(os.listdir(here / ".held")) <= writer.keep, "it is tidied", LONG_S)
-        return counters(here)["transactions"] + counters(there)["transactions"]
+        return sum(int(counters(place)["transactions"]) for place in (here, there))
 
     for step in range(1, 6):
         publish(writer, step)
