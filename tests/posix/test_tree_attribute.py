@@ -104,11 +104,15 @@ def test_groups_and_owners_who_have_shut_themselves_out_see_nothing(
         one.do(f"os.getxattr(directory, '{TREE}')", directory=str(private))
 
 
-def test_more_than_an_attribute_holds_is_refused_and_levels_that_are_too_many(folder: Path) -> None:
+def test_more_than_an_attribute_holds_is_refused_and_levels_that_are_too_many(
+    folder: Path, writer: Process
+) -> None:
     (folder / "wide").mkdir()
     for number in range(300):
         (folder / "wide" / f"{number:0250}").touch()
-    folder.joinpath("deep", *["a"] * 600).mkdir(parents=True)
+    # From level to level: each path from the top would be looked up whole.
+    writer.do("os.chdir(d)", d=str(folder))
+    writer.do("for name in ['deep', *['a'] * 600]: os.mkdir(name); os.chdir(name)")
     for name in ("wide", "deep"):
         with fails_with(errno.E2BIG):
             tree_of(folder / name)
