@@ -20,6 +20,7 @@ from harness.processes import Program
 from irdmafs.backend.kv import Delete
 from irdmafs.backend.model.records import claim_key
 
+# Stored now and then, the more often the longer their changes take.
 FILES = 200
 
 
@@ -36,7 +37,7 @@ def test_many_changes_cost_one_transaction(here: Path, there: Path) -> None:
     for number in range(0, FILES, 2):
         (here / f"file{number}").unlink()
     os.symlink("target", here / "link")
-    assert counters(here)["transactions"] - before < FILES / 20
+    assert counters(here)["transactions"] - before < FILES / 5
     assert len(os.listdir(there)) == 1 + FILES // 2
     assert stat.S_IMODE((there / "file1").stat().st_mode) == 0o600
     assert os.readlink(there / "link") == "target"
@@ -66,10 +67,10 @@ def test_directories_are_made_and_removed_many_at_a_time(here: Path, there: Path
         (here / f"{number}").mkdir()
     assert here.stat().st_nlink == FILES + 2
     made = counters(here)["transactions"]
-    assert made - before < FILES / 20
+    assert made - before < FILES / 5
     for number in range(0, FILES, 2):
         (here / f"{number}").rmdir()
-    assert counters(here)["transactions"] - made < FILES / 20
+    assert counters(here)["transactions"] - made < FILES / 5
     assert here.stat().st_nlink == FILES // 2 + 2
     assert sorted(os.listdir(there)) == sorted(f"{number}" for number in range(1, FILES, 2))
 
