@@ -39,6 +39,7 @@ from irdmafs.backend.unwrap import background
 
 STEPS = int(os.environ.get("IRDMAFS_STEPS") or 60)
 TTL_S = 2  # short, and yet not lost on a busy machine
+LONG_TTL_S = 30  # so that no node is lost, which would move something, however busy it is
 SETTINGS = records.Settings(1, "test", 2, 16, 0, TTL_S)
 MOUNT_RECORD = records.MountRecord("worker", "/mnt", 1, "0")
 UP = NodeRecord("up", 1.0, {})
@@ -100,14 +101,12 @@ async def test_session_is_registered_until_it_is_released(keys: EtcdKeys) -> Non
 
 async def test_session_of_a_process_that_was_stopped_goes_on(keys: EtcdKeys) -> None:
     async with process(keys) as mount:
-        session = mount.session
+        session = Session(mount.engine, MOUNT_RECORD, 3 * TTL_S)
         await mount.nursery.start(session.run)
-        number = session.number
-        for _ in range(3):
-            known_s = session.valid_until
-            time.sleep(0.4 * TTL_S)  # stands still until the next renewal is late
-            while session.valid_until == known_s:
-                await session._changed.park()
+        number, known_s = session.number, session.valid_until
+        time.sleep(0.4 * session.ttl_s)  # stands still until the next renewal is late
+        while session.valid_until == known_s:
+            await session._changed.park()
         assert session.valid()
         assert session.number == number
 
@@ -150,12 +149,11 @@ async def test_session_goes_on_when_etcd_was_away_and_still_has_its_lease() -> N
     lost = trio.Event()
     with EtcdServer() as server:
         async with process(EtcdKeys(server, b"/test/")) as mount:
-            session = mount.session
+            session = Session(mount.engine, MOUNT_RECORD, 3 * TTL_S)
             await mount.nursery.start(partial(session.run, on_lost=lost.set))
             number = session.number
             await trio.to_thread.run_sync(server.kill9)
-            while session.valid():
-                await trio.sleep(0.1)
+            session.doubt()  # as it does when it was away for longer
             await trio.to_thread.run_sync(server.start)
             assert await session.wait_valid() == number
             record = await mount.engine.get(session.key)
@@ -450,7 +448,7 @@ async def test_groups_that_changed_meanwhile_are_left_alone(keys: EtcdKeys) -> N
 
 @asynccontextmanager
 async def watched(
-    keys: EtcdKeys, nodes: int, buckets: int = 16, ttl_s: int = TTL_S
+    keys: EtcdKeys, nodes: int, buckets: int = 16, ttl_s: int = LONG_TTL_S
 ) -> AsyncIterator[tuple[Cluster, Watcher, Writer, trio.Nursery]]:
     """A cluster of so many nodes with a writer, and a watcher that must have found nothing wrong."""
     async with (
@@ -569,9 +567,7 @@ def groups_of(writer: Writer, node: int) -> set[int]:
 
 async def test_ninth_node_gets_its_share_and_nothing_else_moves(keys: EtcdKeys) -> None:
     buckets, files, size = 128, 256, 500
-    # So long that no node is lost while the machine is busy, which would move something, too.
-    ttl_s = 30
-    async with watched(keys, 8, buckets, ttl_s) as (made, watcher, writer, _):
+    async with watched(keys, 8, buckets) as (made, watcher, writer, _):
         load = await on_target(writer, watcher)
         replicas = 2 * buckets
         assert set(load) == set(made.running)
@@ -779,7 +775,7 @@ async def test_a_group_that_was_left_before_its_turn_came_is_left_alone(keys: Et
 @pytest.mark.timeout(120 + STEPS)
 async def test_nothing_breaks_the_invariants_of_replication(keys: EtcdKeys) -> None:
     random.seed(chosen_seed())
-    async with watched(keys, 3) as (made, watcher, writer, nursery):
+    async with watched(keys, 3, ttl_s=TTL_S) as (made, watcher, writer, nursery):
 
         async def write() -> None:
             while True:

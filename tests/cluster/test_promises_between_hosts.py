@@ -518,7 +518,7 @@ def test_a_killed_node_loses_nothing_and_service_goes_on() -> None:
 
 
 def test_adding_and_draining_a_node_moves_its_share_while_reading_goes_on() -> None:
-    plan = Plan(nodes=3, buckets=32)
+    plan = Plan(nodes=3, buckets=32, lease_ttl_s=LONG_LEASE_S)
     with Cluster(plan, node_program=hasty_node.__file__) as cluster:
         one, other = (mount.path for mount in cluster.mounts)
         for i in range(60):

@@ -4,11 +4,13 @@ import os
 from contextlib import suppress
 from pathlib import Path
 
-from harness.clusters import MIB, Cluster, Plan, StoreNode, counters
+from harness.clusters import LONG_LEASE_S, MIB, Cluster, Plan, StoreNode, counters
 from harness.mountpoint import eventually
 from harness.patterns import pattern
 
-PLAN = Plan(nodes=2, mounts=2, store_bytes=512 * MIB, cache_bytes=300 * MIB)
+PLAN = Plan(
+    nodes=2, mounts=2, store_bytes=512 * MIB, cache_bytes=300 * MIB, lease_ttl_s=LONG_LEASE_S
+)
 STRIPE_SIZE = b"1M"
 
 

@@ -80,7 +80,7 @@ def test_a_file_with_a_hole_in_every_other_page_is_read_as_written(here: Path, t
 
 
 def test_a_new_node_gets_holes_as_holes() -> None:
-    plan = Plan(nodes=2, mounts=1, buckets=8, store_bytes=STORE_BYTES)
+    plan = Plan(nodes=2, mounts=1, buckets=8, store_bytes=STORE_BYTES, lease_ttl_s=LONG_LEASE_S)
     with Cluster(plan, node_program=hasty_node.__file__) as made:
         write_with_holes(made.mounts[0].path / "file", 1700 * MIB, DATA)
         third = made.add_node()

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 from conftest import make_mount
-from harness.clusters import Cluster, Plan
+from harness.clusters import LONG_LEASE_S, Cluster, Plan
 from harness.seeds import chosen_seed
 from harness.storms import programs as storm
 
@@ -28,7 +28,7 @@ OPENING, REFUSED = ("read", "hold"), ("EIO", "ESTALE")
 def test_afterwards_every_host_shows_the_same_files(beside: dict[int, int]) -> None:
     """Programs run on one of two hosts first, then on both."""
     seed = chosen_seed()
-    with Cluster(Plan(mounts=2, beside=beside)) as cluster:
+    with Cluster(Plan(mounts=2, beside=beside, lease_ttl_s=LONG_LEASE_S)) as cluster:
         for number in range(2 * ROUNDS):
             folders = [mount.path / f"round{number}" for mount in cluster.mounts]
             folders[0].mkdir()

@@ -503,7 +503,7 @@ class TestLease:
 
     async def test_ends_by_itself_and_keeping_it_alive_tells(self, etcd: EtcdServer) -> None:
         async with EtcdEngine(etcd.endpoints, new_prefix()) as engine:
-            lease = await engine.leases.grant(1)
+            lease = await engine.leases.grant(2)
             revision = await engine.transact((), [Put(b"a", b"", lease)])
             gone = await anext(engine.watch(b"a", b"b", revision))
             assert gone.events[0].value is None
@@ -511,10 +511,10 @@ class TestLease:
 
     async def test_is_kept_alive_over_lost_connections(self, etcd: EtcdServer) -> None:
         async with proxied(etcd, new_prefix()) as (proxy, engine, direct):
-            lease = await engine.leases.grant(2)
+            lease = await engine.leases.grant(60)
             await engine.transact((), [Put(b"a", b"", lease)])
             for _ in range(5):
-                assert await renewed(engine, lease) == 2
+                assert await renewed(engine, lease) == 60
                 await proxy.cut()
             await direct.leases.revoke(lease)
             assert await renewed(engine, lease) == 0

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import trio
-from harness.clusters import MIB, Cluster, Plan, StoreNode
+from harness.clusters import LONG_LEASE_S, MIB, Cluster, Plan, StoreNode
 from harness.errors import fails_with
 from harness.mountpoint import eventually
 from harness.striped import damage, new_content
@@ -20,7 +20,7 @@ from irdmafs.backend.transport.peers import open_peers
 
 # In a message, in a stream, in three stripes, in stripes two of which share a digest.
 SIZES = [1000, 300_000, 2 * MIB + 500_000, 66 * MIB + 1000]
-PLAN = Plan(nodes=2, mounts=2, buckets=16, store_bytes=1024 * MIB)
+PLAN = Plan(nodes=2, mounts=2, buckets=16, store_bytes=1024 * MIB, lease_ttl_s=LONG_LEASE_S)
 STRIPE_SIZE = b"1M"
 
 
@@ -112,7 +112,7 @@ def test_a_file_that_nobody_has_right_is_named_until_published(
 def test_a_drain_of_the_sound_node_keeps_what_is_sound(nodes: int) -> None:
     """With two nodes the drain waits until the other's copies are sound: no node joins, which would check
     them on arrival."""
-    with Cluster(Plan(nodes=nodes, mounts=1, buckets=16)) as made:
+    with Cluster(Plan(nodes=nodes, mounts=1, buckets=16, lease_ttl_s=LONG_LEASE_S)) as made:
         made.wait_healthy()
         (made.mounts[0].path / "d").mkdir()
         os.setxattr(made.mounts[0].path / "d", "user.irdmafs.stripe_size", b"1M")
@@ -148,7 +148,8 @@ def test_a_node_that_comes_back_gives_the_right_copies_that_only_it_has() -> Non
 
 def test_what_somebody_says_of_a_sound_copy_changes_nothing() -> None:
     """A member that lies: all it brings about is that the node reads its copy again."""
-    with Cluster(Plan(nodes=2, mounts=2, buckets=16, namespaces=False)) as made:
+    plan = Plan(nodes=2, mounts=2, buckets=16, namespaces=False, lease_ttl_s=LONG_LEASE_S)
+    with Cluster(plan) as made:
         (made.mounts[0].path / "d").mkdir()
         written = publish(made.mounts[0].path / "d", [1000, 300_000])
         trio.run(slander, made)

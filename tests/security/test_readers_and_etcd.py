@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 import trio
-from harness.clusters import Cluster, Plan, counters
+from harness.clusters import LONG_LEASE_S, Cluster, Plan, counters
 from harness.mountpoint import eventually
 from harness.secure_cluster import CLUSTER, NAMESPACE, NODE_RECORDS, PLACEMENT, keys_within
 
@@ -22,7 +22,7 @@ from irdmafs.backend.model.values import ConfigError
 
 FOREIGN = NODE_RECORDS | PLACEMENT | CLUSTER | NAMESPACE
 # Without namespaces, so that this process can talk to nodes and etcd itself.
-PLAN = Plan(nodes=2, mounts=1, replicas=2, buckets=4, tls=True, namespaces=False)
+PLAN = Plan(nodes=2, mounts=1, buckets=4, tls=True, namespaces=False, lease_ttl_s=LONG_LEASE_S)
 
 
 async def is_accepted(cluster: Cluster, certificate: str) -> bool:

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 import trio
-from harness.clusters import Cluster, Plan
+from harness.clusters import LONG_LEASE_S, Cluster, Plan
 from harness.daemons import Daemon
 from harness.mountpoint import eventually
 from harness.transport_place import Place, in_cluster, mounted, until
@@ -209,7 +209,9 @@ def test_what_cannot_be_loaded_at_first_is_an_error() -> None:
 
 # -- a whole cluster -----------------------------------------------------------------------------
 
-PLAN = Plan(nodes=1, mounts=0, replicas=1, buckets=4, tls=True, namespaces=False)
+PLAN = Plan(
+    nodes=1, mounts=0, replicas=1, buckets=4, tls=True, namespaces=False, lease_ttl_s=LONG_LEASE_S
+)
 
 
 def renew(cluster: Cluster, name: str, role: str) -> None:
