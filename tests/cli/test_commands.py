@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 from click.testing import CliRunner
+from harness.mount_namespaces import none_is_made
 from harness.mountpoint import IRDMAFS, Mount, eventually, irdmafs, needs_fuse, one_line, succeeded
 from harness.processes import Program
 
@@ -114,7 +115,8 @@ def test_mounting_waits_for_an_unmount(mounted: Mount, monkeypatch: pytest.Monke
     monkeypatch.setattr(mounting, "_UNMOUNT_S", 60.0)
     path = str(mounted.path)
     # The program takes its time to start: the mount is found before it is unmounted.
-    with subprocess.Popen([sys.executable, "-m", "irdmafs", "umount", path]) as umount:
+    command = [sys.executable, "-m", "irdmafs", "umount", path]
+    with none_is_made(), subprocess.Popen(command) as umount:
         assert mounting.prepare_mountpoint(path) == path
     assert umount.returncode == 0
 

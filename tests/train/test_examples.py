@@ -11,6 +11,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from harness.example_programs import EXAMPLES, needs, run
+from harness.mountpoint import irdmafs, succeeded
 from safetensors.numpy import load_file
 
 sys.path.append(str(EXAMPLES))
@@ -277,8 +278,7 @@ def test_walk_from_a_mount_to_a_trained_model(tmp_path: Path) -> None:
         assert done.returncode == 0, done.stdout + done.stderr
     finally:
         if os.path.ismount(tmp_path / "params"):
-            command = [sys.executable, "-m", "irdmafs", "umount", "--discard"]
-            subprocess.run([*command, str(tmp_path / "params")], check=True)
+            succeeded(irdmafs("umount", "--discard", tmp_path / "params"))
     slope, offset = re.findall(r"'(?:slope|offset)': array\(\[(\S+)\]", done.stdout)
     found = sorted(float(one) for one in (slope, offset))
     assert np.allclose(found, [1, 3], atol=0.1)
