@@ -10,7 +10,6 @@ not answer, the member stays, unless a staying one has the same bytes.
 
 import itertools
 import logging
-import math
 import time
 from collections.abc import Callable, Iterable
 from typing import NamedTuple
@@ -64,7 +63,7 @@ class Handover:
             return True
         recently = time.monotonic() - _CHECKED_S
         filled = self._filled.get(group, {})
-        if any(filled.get(node, -math.inf) > recently for node in step.in_sync):
+        if any(filled.get(node, recently) > recently for node in step.in_sync):
             return True
         if self._sound.get(group) == config.epoch:
             return True

@@ -9,7 +9,7 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Self
+from typing import Any, Self
 
 import pytest
 from click.testing import CliRunner
@@ -18,7 +18,7 @@ from harness.cluster_mount import OneNodeMount
 from harness.mount_namespaces import in_new_mount_namespace
 from harness.mountpoint import irdmafs, needs_fuse, succeeded
 from harness.network import run as run_checked
-from harness.processes import Program
+from harness.processes import Program, has_ended
 from test_careless import config_of, mounted, shared
 from test_messages import place
 
@@ -88,7 +88,7 @@ class InstalledHost:
         columns = ("--noheadings", "--output", "SOURCE,FSTYPE,OPTIONS")
         return self.run("findmnt", *columns, self.mountpoint).stdout.split()
 
-    def status(self) -> dict[str, object]:
+    def status(self) -> dict[str, Any]:
         command = (sys.executable, "-m", "irdmafs", "status", "--json", self.mountpoint)
         return dict(json.loads(self.checked(*command)))
 
@@ -100,14 +100,6 @@ def host(tmp_path: Path) -> Iterator[InstalledHost]:
 
 
 # -- mount(8) and umount(8)
-
-
-def runs(pid: object) -> bool:
-    """Whether a process has not ended, reaped or not."""
-    try:
-        return Path(f"/proc/{pid}/cmdline").read_bytes() != b""
-    except OSError:
-        return False
 
 
 def test_fstab_is_mounted_once_and_umount_waits_for_the_daemon(host: InstalledHost) -> None:
@@ -124,10 +116,10 @@ def test_fstab_is_mounted_once_and_umount_waits_for_the_daemon(host: InstalledHo
     assert str(host.mountpoint) in host.checked("df", "--type", "fuse.irdmafs", host.mountpoint)
     assert "DEBUG" in (host.store / "irdmafs.log").read_text()
     pid = host.status()["pid"]
-    assert runs(pid)
+    assert not has_ended(pid)
     host.checked("umount", host.mountpoint)
     assert not host.shown()
-    assert not runs(pid)
+    assert has_ended(pid)
 
 
 def test_mount_takes_a_private_store_a_directory_or_a_cluster(
@@ -156,7 +148,7 @@ def test_an_automounter_can_mount_it(host: InstalledHost) -> None:
     mount = ("mount", "-t", "irdmafs", host.store, host.mountpoint)
     told = host.checked(sys.executable, AUTOMOUNTER, host.mountpoint, *mount)
     assert told.endswith("kept\n")
-    assert runs(host.status()["pid"])
+    assert not has_ended(host.status()["pid"])
     host.checked("umount", host.mountpoint)
 
 

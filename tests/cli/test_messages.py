@@ -275,6 +275,7 @@ class Operations(pyfuse3.Operations):
     async def getxattr(self, inode, name, ctx):
         return sys.argv[2].encode()
 pyfuse3.init(Operations(), sys.argv[1], {"fsname=irdmafs", "subtype=irdmafs", "allow_other"})
+print("mounted", flush=True)
 trio.run(pyfuse3.main)
 """
 
@@ -282,9 +283,9 @@ trio.run(pyfuse3.main)
 @contextlib.contextmanager
 def impostor(path: Path, says: str) -> Iterator[None]:
     """A filesystem that calls itself irdmafs and answers each question about itself with `says`."""
-    with subprocess.Popen([sys.executable, "-c", IMPOSTOR, str(path), says]) as process:
+    with Program(sys.executable, "-c", IMPOSTOR, path, says) as process:
         try:
-            eventually(lambda: mounting.mounted_at(str(path)) is not None, "it is mounted")
+            assert process.stdout.readline() == "mounted\n"
             yield
         finally:
             process.terminate()

@@ -7,10 +7,10 @@ import subprocess
 from itertools import count
 
 from harness.cluster import LONG_LEASE_S
-from harness.daemons import Daemon
+from harness.daemons import Daemon, wait_until
 from harness.etcd_server import need_etcd, shared_etcd
-from harness.mountpoint import IRDMAFS, Mount, eventually
-from harness.network import Host
+from harness.mountpoint import IRDMAFS, Mount
+from harness.network import COMMAND_TIMEOUT_S, Host
 from harness.scratch import scratch_directory
 
 CLUSTER = "cluster"
@@ -46,7 +46,8 @@ class OneNodeMount(Mount):
     def start_node(self) -> None:
         node = self._node
         node.start()
-        eventually(lambda: node.log.read_text().count("is served") == node.starts, "it serves", 20)
+        served = lambda: node.log.read_text().count("is served") == node.starts  # noqa: E731
+        wait_until(served, "it does not serve:", COMMAND_TIMEOUT_S, node)
 
     def kill_node(self) -> None:
         """Kill the store node, and have its lease end at once instead of by itself."""

@@ -8,7 +8,6 @@ the process ends all waiting.
 import errno
 import os
 import stat
-import subprocess
 import sys
 from typing import Any, Self
 
@@ -17,9 +16,9 @@ import trio
 
 # The program needs none of it, and would take longer to start than to run.
 if __name__ != "__main__":
-    from harness.mountpoint import eventually
     from harness.network import run as run_checked
-    from harness.scratch import mount_points, scratch_directory
+    from harness.processes import Program
+    from harness.scratch import scratch_directory
 
 _FILES = {2: b"file", 3: b"page"}
 
@@ -29,16 +28,15 @@ class MuteFuse:
 
     def __init__(self) -> None:
         self.path = scratch_directory()
-        command = [sys.executable, __file__, str(self.path)]
-        self._process = subprocess.Popen(command, stdin=subprocess.DEVNULL)
+        self._process = Program(sys.executable, __file__, self.path)
 
     def __enter__(self) -> Self:
-        eventually(lambda: str(self.path) in mount_points(), "it is mounted")
+        assert self._process.stdout.readline() == "mounted\n"
         return self
 
     def kill(self) -> None:
         self._process.kill()
-        self._process.wait()
+        self._process.communicate()
 
     def __exit__(self, *_: object) -> None:
         self.kill()
@@ -87,6 +85,7 @@ class _Operations(pyfuse3.Operations):
 def _serve(path: str) -> None:
     options: set[Any] = {"allow_other", "fsname=mute"}
     pyfuse3.init(_Operations(), path, options)
+    print("mounted", flush=True)
     trio.run(pyfuse3.main)
 
 
