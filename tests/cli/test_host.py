@@ -2,6 +2,7 @@
 
 import json
 import os
+import select
 import shutil
 import signal
 import socket
@@ -279,12 +280,7 @@ class Manager(Closing):
         return self._socket.recv(65536).decode().splitlines()
 
     def is_told_nothing(self) -> bool:
-        self._socket.setblocking(False)
-        try:
-            self._socket.recv(65536)
-        except BlockingIOError:
-            return True
-        return False
+        return not select.select([self._socket], [], [], 0)[0]
 
     def start(self, *words: str | Path) -> subprocess.Popen[bytes]:
         command = [sys.executable, "-m", "irdmafs", *map(str, words)]

@@ -20,8 +20,7 @@ from harness.processes import Program
 from irdmafs.backend.kv import Delete
 from irdmafs.backend.model.records import claim_key
 
-# Stored now and then, the more often the longer their changes take.
-FILES = 200
+FILES = 200  # stored now and then, the more often the longer their changes take
 
 
 def deferred(place: ClusterMount | Path) -> int:

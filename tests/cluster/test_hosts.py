@@ -9,8 +9,9 @@ from pathlib import Path
 import pytest
 from harness.cluster import Cluster, Plan
 from harness.clusters import need_network
+from harness.mountpoint import eventually
 from harness.network import NETNS_DIRECTORY, Host, Loopback, Network
-from harness.processes import Program
+from harness.processes import Program, has_ended
 from harness.scratch import sweep
 
 PORT = 5000
@@ -125,5 +126,4 @@ time.sleep(60)
     sweep()
     assert not Path(directory).exists()
     assert not [name for name in os.listdir(NETNS_DIRECTORY) if f"-{maker.pid}-" in name]
-    state = Path(f"/proc/{pid}/stat")
-    assert not state.exists() or state.read_text().rpartition(")")[2].split()[0] == "Z"
+    eventually(lambda: has_ended(int(pid)), "its etcd has ended")

@@ -8,9 +8,7 @@ from harness.clusters import LONG_LEASE_S, MIB, Cluster, Plan, StoreNode, counte
 from harness.mountpoint import eventually
 from harness.patterns import pattern
 
-PLAN = Plan(
-    nodes=2, mounts=2, store_bytes=512 * MIB, cache_bytes=300 * MIB, lease_ttl_s=LONG_LEASE_S
-)
+PLAN = Plan(nodes=2, store_bytes=512 * MIB, cache_bytes=300 * MIB, lease_ttl_s=LONG_LEASE_S)
 STRIPE_SIZE = b"1M"
 
 

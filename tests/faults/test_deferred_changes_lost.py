@@ -24,8 +24,7 @@ KEPT = 5
 
 
 class Writer:
-    """Makes and removes files in a thread, until it fails or is told to stop. `newest` is the last number
-    made."""
+    """Makes and removes files in a thread until it fails or is told to stop; `newest` was made last."""
 
     def __init__(self, directory: Path, first: int) -> None:
         self.newest = -1

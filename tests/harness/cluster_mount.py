@@ -46,8 +46,11 @@ class OneNodeMount(Mount):
     def start_node(self) -> None:
         node = self._node
         node.start()
-        served = lambda: node.log.read_text().count("is served") == node.starts  # noqa: E731
-        wait_until(served, "it does not serve:", COMMAND_TIMEOUT_S, node)
+
+        def serves() -> bool:
+            return node.log.read_text().count("is served") == node.starts
+
+        wait_until(serves, "it does not serve:", COMMAND_TIMEOUT_S, node)
 
     def kill_node(self) -> None:
         """Kill the store node, and have its lease end at once instead of by itself."""

@@ -2,7 +2,6 @@
 
 import errno
 import os
-import time
 from collections.abc import Awaitable, Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -138,7 +137,7 @@ async def test_a_digest_taken_while_its_extent_is_mended_is_not_remembered(files
 async def test_a_node_that_leaves_waits_for_each_extent_in_any_order(
     files: Files, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(time, "monotonic", lambda: 60.0)  # since this machine was started
+    monkeypatch.setattr("time.monotonic", lambda: 60.0)  # since this machine was started
     # Stripes 0 and 16 are in one group.
     place = Place(files, 17)
     first, last = Extent(CONTENT, 0), Extent(CONTENT, 16)

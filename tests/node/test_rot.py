@@ -148,8 +148,7 @@ def test_a_node_that_comes_back_gives_the_right_copies_that_only_it_has() -> Non
 
 def test_what_somebody_says_of_a_sound_copy_changes_nothing() -> None:
     """A member that lies: all it brings about is that the node reads its copy again."""
-    plan = Plan(nodes=2, mounts=2, buckets=16, namespaces=False, lease_ttl_s=LONG_LEASE_S)
-    with Cluster(plan) as made:
+    with Cluster(Plan(nodes=2, namespaces=False, lease_ttl_s=LONG_LEASE_S)) as made:
         (made.mounts[0].path / "d").mkdir()
         written = publish(made.mounts[0].path / "d", [1000, 300_000])
         trio.run(slander, made)

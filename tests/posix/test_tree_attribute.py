@@ -104,9 +104,7 @@ def test_groups_and_owners_who_have_shut_themselves_out_see_nothing(
         one.do(f"os.getxattr(directory, '{TREE}')", directory=str(private))
 
 
-def test_more_than_an_attribute_holds_is_refused_and_levels_that_are_too_many(
-    folder: Path, writer: Process
-) -> None:
+def test_a_tree_that_is_too_large_or_too_deep_is_refused(folder: Path, writer: Process) -> None:
     (folder / "wide").mkdir()
     for number in range(300):
         (folder / "wide" / f"{number:0250}").touch()

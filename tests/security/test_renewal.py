@@ -209,9 +209,7 @@ def test_what_cannot_be_loaded_at_first_is_an_error() -> None:
 
 # -- a whole cluster -----------------------------------------------------------------------------
 
-PLAN = Plan(
-    nodes=1, mounts=0, replicas=1, buckets=4, tls=True, namespaces=False, lease_ttl_s=LONG_LEASE_S
-)
+PLAN = Plan(nodes=1, mounts=0, replicas=1, tls=True, namespaces=False, lease_ttl_s=LONG_LEASE_S)
 
 
 def renew(cluster: Cluster, name: str, role: str) -> None:
