@@ -33,14 +33,14 @@ class Daemon:
         self.log = log
         self.starts = 0
         self._running: forks.Running | None = None
-        self._stopped = False
+        self._stopped = self._killed = False
 
     def start(self) -> None:
         assert not self.alive, f"{self.name} runs already"
         with self.log.open("ab") as log:
             # A session of its own: Ctrl-C reaches whoever drives the cluster, who ends it in order.
             self._running = forks.start(self.command, self.host.launcher, output=log, errors=log)
-        self._stopped = False
+        self._stopped = self._killed = False
         self.starts += 1
 
     @property
@@ -69,11 +69,13 @@ class Daemon:
     def kill9(self, *, wait: bool = True) -> None:
         """Kill it and wait until it is gone: its sockets and files are closed then. A process cannot go
         while it closes files of a mount that does not answer."""
-        if self._running is None:
+        # Once it is gone, its number may be another program's.
+        if self._running is None or self._killed:
             return
         self._signal(signal.SIGKILL)
         if wait:
             self._running.wait(END_TIMEOUT_S)
+            self._killed = True
 
     def wait(self, timeout_s: float) -> int:
         """Return its exit status when it has ended by itself. Raises CommandFailed if it does not."""
@@ -101,8 +103,7 @@ class Daemon:
             self._signal(signal.SIGCONT)
             with contextlib.suppress(subprocess.TimeoutExpired):
                 self._running.wait(timeout_s)
-        if self._running.poll() is None:
-            self.kill9()
+        self.kill9()
         return self._running.wait(END_TIMEOUT_S)
 
     def log_tail(self, characters: int = LOG_TAIL_CHARACTERS) -> str:
