@@ -112,13 +112,18 @@ def test_mounting_twice_names_the_daemon(mounted: Mount) -> None:
 
 
 def test_mounting_waits_for_an_unmount(mounted: Mount, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(mounting, "_UNMOUNT_S", 60.0)
-    path = str(mounted.path)
-    # The program takes its time to start: the mount is found before it is unmounted.
+    path, ends = str(mounted.path), mounting._ends
     command = [sys.executable, "-m", "irdmafs", "umount", path]
-    with none_is_made(), subprocess.Popen(command) as umount:
+    begun: list[subprocess.Popen[bytes]] = []
+
+    def unmounted_now(found: mounting.Mount, within_s: float) -> bool:
+        begun.append(subprocess.Popen(command))  # nobody looks into the mount any more
+        return ends(found, 60.0)
+
+    monkeypatch.setattr(mounting, "_ends", unmounted_now)
+    with none_is_made():
         assert mounting.prepare_mountpoint(path) == path
-    assert umount.returncode == 0
+        assert [umount.wait(60) for umount in begun] == [0]
 
 
 def test_store_on_the_mount_itself_or_another_is_refused(mounted: Mount, tmp_path: Path) -> None:
