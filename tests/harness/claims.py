@@ -1,7 +1,9 @@
 """Claims and leases of directories, at the mount."""
 
 import os
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 from harness.clusters import ClusterMount, counters
@@ -17,6 +19,16 @@ def often(ask: Callable[[], object]) -> None:
 def claimed(place: ClusterMount | Path) -> int:
     """Return of how many directories a mount has the claim; a path is one of it."""
     return int(counters(place)["claimed_directories"])
+
+
+@contextmanager
+def few_transactions(place: ClusterMount | Path, most: int) -> Iterator[None]:
+    """Have a block cost fewer transactions of a mount than `most`, and two more in each 0.8 s: what is
+    deferred does not wait longer."""
+    before, began_s = counters(place)["transactions"], time.monotonic()
+    yield
+    rounds = int((time.monotonic() - began_s) / 0.8)
+    assert counters(place)["transactions"] - before < most + 2 * rounds
 
 
 def claim(directory: Path) -> None:
