@@ -114,6 +114,8 @@ class EtcdTransactions:
                 await pauses.wait()
                 continue
             except Uncertain:
+                # If nobody can be asked in time, the next transaction ends this one.
+                self._drop_fence(fence)
                 try_s = longer(try_s)
                 await calls.check_continued(_left_s(deadline))
                 revision = await self._find(identity, since, fence, deadline)

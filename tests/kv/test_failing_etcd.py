@@ -19,6 +19,7 @@ from typing import Any
 import pytest
 import trio
 import trio.testing
+from harness.errors import fails_with
 from harness.etcd_server import EtcdServer, free_port, new_prefix
 from harness.seeds import seeded
 
@@ -311,6 +312,27 @@ class TestUncertainTransaction:
                 await engine.transact((), [Put(b"b", b"")])
             await proxy.release_and_wait()
             await engine.transact((), [Put(b"c", b"")])
+            assert await direct.get(b"a") is None
+
+    async def test_that_timed_out_is_not_applied_after_what_comes_next(
+        self, etcd: EtcdServer
+    ) -> None:
+        async with proxied(etcd, new_prefix()) as (proxy, engine, direct):
+
+            async def write() -> None:
+                with fails_with(errno.ETIMEDOUT):
+                    await engine.transact((), [Put(b"a", b"late")])
+
+            await engine.snapshot(b"", END)
+            timeout_s, engine.calls.timeout_s = engine.calls.timeout_s, 2.0
+            async with trio.open_nursery() as nursery:
+                nursery.start_soon(write)
+                await proxy.hold(b"/a")
+                proxy.refusing = True
+                await proxy.cut()
+            proxy.refusing, engine.calls.timeout_s = False, timeout_s
+            await engine.transact((), [Put(b"b", b"")])
+            await proxy.release_and_wait()
             assert await direct.get(b"a") is None
 
     @pytest.mark.slow
