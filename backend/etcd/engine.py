@@ -122,8 +122,11 @@ class EtcdEngine:
         # A member removed the key. A transaction of our own is newer than all that it told of.
         return await self.transact((), ())
 
-    def transact(self, compares: Compares, operations: Operations) -> Coroutine[Any, Any, int]:
-        """Apply all operations if every compare holds, and return the new revision, which is durable.
+    def transact(
+        self, compares: Compares, operations: Operations, identity: bytes = b""
+    ) -> Coroutine[Any, Any, int]:
+        """Apply all operations if every compare holds, and return the new revision, which is durable. With
+        an `identity` of its own (`fenced.new_identity`), `fenced.find` tells later if it was applied.
 
         Raises Conflict, after which nothing has changed; LeaseEnded; ValueError for more than COMPARES_MAX
         compares or `operations_max` operations, or two on one key.
@@ -137,7 +140,7 @@ class EtcdEngine:
                 f"etcd takes no transaction of {len(compares)} compares and {len(operations)} operations"
             )
         self.transactions += 1
-        return self.fenced.carry_out(compares, operations)
+        return self.fenced.carry_out(compares, operations, identity)
 
     def watch(self, start: bytes, end: bytes, from_revision: int) -> Watch:
         """Return an iterator over every transaction with events of start <= key < end after a revision,

@@ -82,11 +82,17 @@ class EtcdTransactions:
         self._fencing = trio.Lock()
         calls.trust_listeners.append(self._forget)
 
-    async def carry_out(self, compares: Compares, operations: Operations) -> int:
+    def new_identity(self) -> bytes:
+        """Return a value of `mark`. It is random: no other process can claim a transaction before it is
+        applied."""
+        return self.process + secrets.token_bytes(8)
+
+    async def carry_out(
+        self, compares: Compares, operations: Operations, identity: bytes = b""
+    ) -> int:
         """Apply a transaction once, and return its revision. Raises Conflict, LeaseEnded and NoSpace, after
-        which nothing has changed, and OSError."""
-        # Random: no other process can claim this transaction before it is applied.
-        identity = self.process + secrets.token_bytes(8)
+        which nothing has changed, and OSError: then `find` tells the outcome."""
+        identity = identity or self.new_identity()
         request = self._request_of(compares, operations, Put(self.mark, identity))
         calls = self._calls
         deadline = trio.current_time() + calls.timeout_s
@@ -182,6 +188,13 @@ class EtcdTransactions:
         """Return when no transaction can be applied any more whose caller was not told its outcome."""
         self._calls.check_trusted()
         await self._end_tries(self._fence, trio.current_time() + self._calls.timeout_s)
+
+    async def find(self, identity: bytes, since: int) -> int | None:
+        """Return the revision after `since` of a transaction with this identity; None if it was not
+        applied, and never will be. Raises OSError EIO if etcd has forgotten that, and other ones."""
+        self._calls.check_trusted()
+        deadline = trio.current_time() + self._calls.timeout_s
+        return await self._find(identity, since, self._fence, deadline)
 
     def _forget(self) -> None:
         """Put the fence anew before the next transaction: another etcd may have answered for it."""

@@ -16,7 +16,7 @@ and passes over those that would take it back.
 import errno
 import logging
 from collections import Counter, deque
-from collections.abc import Awaitable, Callable, Collection, Coroutine, Iterable, Sequence
+from collections.abc import Awaitable, Callable, Collection, Coroutine, Iterable, Mapping, Sequence
 from itertools import takewhile
 from operator import itemgetter
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -102,6 +102,8 @@ class Deferred:
         self._waiting: Counter[bytes] = Counter()
         self._under_way: dict[bytes, bytes | None] = {}
         self._sent: list[_Change] = []
+        # Transactions that may have been applied: the identity, a revision before, and the operations.
+        self._doubted: list[tuple[bytes, int, dict[bytes, Put | Delete]]] = []
         # The revisions of names and inodes before deferred changes; 0: there was none.
         self._before: dict[bytes, int] = {}
         self._stored_s = 0.0  # when everything was stored, or the last changes were
@@ -316,11 +318,14 @@ class Deferred:
         sent = [(key, stored[key]) for key in some.operations]
         self._under_way = {key: one.value if isinstance(one, Put) else None for key, one in sent}
         self._sent = some.changes
+        identity, since = self._engine.fenced.new_identity(), self._engine.revision
         try:
-            revision = await self._engine.transact(compares, [*stored.values()])
+            revision = await self._engine.transact(compares, [*stored.values()], identity)
             await self._hub.wait_applied(revision)
-        except BaseException:
-            # It may have been applied. It is tried again, and finds that, or its claims.
+        except BaseException as error:
+            # It may have been applied. It is tried again, and finds its claims, or that.
+            if not isinstance(error, Conflict):
+                self._doubted.append((identity, since, some.operations))
             self._under_way, self._sent = {}, []
             self._changes = deque(sorted((*some.changes, *self._changes), key=itemgetter(0)))
             for change in some.changes:
@@ -328,12 +333,18 @@ class Deferred:
             raise
         self._under_way, self._sent = {}, []
         self._stored_s = trio.current_time()
-        for key in some.operations:
+        self._note_stored(stored, revision)
+        if not self._changes:
+            self._doubted.clear()
+        return revision
+
+    def _note_stored(self, stored: Mapping[bytes, Put | Delete], revision: int) -> None:
+        """Note the operations of a transaction that was applied."""
+        for key, operation in stored.items():
             if key not in self._waiting:
                 self._before.pop(key, None)
             elif key in self._before:
-                self._before[key] = revision if isinstance(stored[key], Put) else 0
-        return revision
+                self._before[key] = revision if isinstance(operation, Put) else 0
 
     def _remove(self, changes: Sequence[_Change]) -> None:
         numbers = {change.number for change in changes}
@@ -358,6 +369,7 @@ class Deferred:
         for directory in {one for change in lost for one in change.claims}:
             if self._claims.is_of_another(directory):
                 await self._claims.recall(directory)
+        await self._find_outcomes()
         some, conditions = self._first_of_lost(lost)
         try:
             revision = await self._send(some, conditions, ())
@@ -369,6 +381,21 @@ class Deferred:
         else:
             await self._after_commit((*some.claims,), revision)
 
+    async def _find_outcomes(self) -> None:
+        """Find out which transactions were applied of which that is not known: of those, this mount has
+        changed the records itself. Raises OSError."""
+        while self._doubted:
+            identity, since, operations = self._doubted[0]
+            try:
+                revision = await self._engine.fenced.find(identity, since)
+            except OSError as error:
+                if error.errno != errno.EIO:
+                    raise
+                revision = None
+            del self._doubted[0]
+            if revision is not None:
+                self._note_stored(operations, revision)
+
     def _first_of_lost(self, lost: Sequence[_Change]) -> tuple[_Some, list[Compare]]:
         """Return the first of these changes, without claims, and what is to be so that they undo nothing of
         others. A directory is removed apart: it has to be empty before."""
@@ -376,7 +403,8 @@ class Deferred:
         some = self._first_of(together, _LOST_OPERATIONS_MAX)
         for key in [key for key in some.operations if key.startswith(CLAIM)]:
             del some.operations[key]
-        conditions: list[Compare] = [Exists(inode_key(one)) for one in some.claims]
+        keys = map(inode_key, some.claims)
+        conditions: list[Compare] = [Exists(key) for key in keys if self._before.get(key) != 0]
         conditions += [(key, self._before[key]) for key in some.operations if key in self._before]
         if removed := together[0].removed:
             conditions.append(Empty(name_key(removed, b""), name_key(removed + 1, b"")))

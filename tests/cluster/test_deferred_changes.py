@@ -401,6 +401,37 @@ def test_changes_of_a_mount_that_was_cut_off_are_lost_if_others_changed_the_same
     assert (there / "new").exists()
 
 
+def test_what_was_stored_although_no_answer_came_is_not_taken_for_a_change_of_others() -> None:
+    plan = Plan(nodes=1, replicas=1, lease_ttl_s=3, mount_config={"timeout": 4})
+    with Cluster(plan, links=True) as cluster:
+        holder, here, there = cluster.mounts[0], *(mount.path for mount in cluster.mounts)
+        for number in range(4):
+            (here / f"{number}").touch()
+        assert len(os.listdir(there)) == 4
+        claim_exclusively(here)
+        fsync(here)
+        before = cluster.key_count()
+        with (here / "0").open("rb") as file:
+            cluster.cut(cluster.etcd.members[0], holder, one_way=True)
+            (here / "0").unlink()
+            (here / "1").unlink()
+            stored = threading.Thread(target=fails_to_sync, args=(file.fileno(),))
+            stored.start()
+            eventually(lambda: cluster.key_count() < before, "they are stored")
+            (here / "2").unlink()
+            (here / "3").unlink()
+            assert sorted(os.listdir(there)) == ["2", "3"]
+            stored.join()
+            cluster.heal_all()
+            eventually(lambda: not os.listdir(there), "the others are stored")
+        assert "are lost" not in holder.log.read_text()
+
+
+def fails_to_sync(fd: int) -> None:
+    with fails_with(errno.ETIMEDOUT):
+        os.fsync(fd)
+
+
 def test_a_mount_that_comes_back_shows_what_others_made_of_its_lost_changes(
     failing: Cluster, apart: Apart
 ) -> None:
