@@ -159,8 +159,9 @@ class Door:
     def stranger(self, address: str) -> Iterator[None]:
         """Limit the time that a stranger takes inside. Raises BadMessage when it is over."""
         # Whoever has an IPv6 address has all of its network, which is 64 bits.
+        address, _, _ = address.partition("%")
         if ":" in address and "." not in address:
-            address = socket.inet_pton(socket.AF_INET6, address.partition("%")[0])[:8].hex()
+            address = socket.inet_pton(socket.AF_INET6, address)[:8].hex()
         with self.strangers.share(address, for_s=HANDSHAKE_S) as scope:
             yield
         if scope.cancelled_caught:

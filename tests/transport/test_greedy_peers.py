@@ -44,7 +44,7 @@ async def greedy(
 
 @pytest.mark.parametrize(
     "slow, greedy",
-    [("127.0.0.1", ["127.0.0.2"] * 2), ("::ffff:127.0.0.1", ["fe80::1%lo", "fe80::2"])],
+    [("127.0.0.1", ["127.0.0.2"] * 2), ("::ffff:127.0.0.1", ["fe80::1%eth0.1", "fe80::2"])],
 )
 async def test_strangers_of_one_address_or_network_take_no_place_of_another(
     monkeypatch: pytest.MonkeyPatch, slow: str, greedy: list[str]
