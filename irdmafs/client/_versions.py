@@ -170,7 +170,11 @@ class Versions:
         """Do as tidy() does, but have a thread do the `rest`: nobody waits for that. If the program is
         killed, who tidies next does it."""
         self._put_aside(rest)
-        threading.Thread(target=self._finish, args=(rest.pop_all(),)).start()
+        rest = rest.pop_all()
+        try:
+            threading.Thread(target=self._finish, args=(rest,)).start()
+        except RuntimeError:  # the program ends, or may have no more threads
+            self._finish(rest)
 
     def _finish(self, rest: contextlib.ExitStack) -> None:
         try:

@@ -3,8 +3,10 @@
 import errno
 import json
 import os
+import threading
 from contextlib import AbstractContextManager
 from pathlib import Path
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -142,6 +144,17 @@ def test_a_version_costs_few_transactions(here: Path, there: Path) -> None:
     with reader.hold(6, local=True) as version:
         assert steps_in(version.path) == {b"6"}
     assert transactions() - before < 30
+
+
+def test_what_is_old_goes_also_if_no_thread_can_be_started(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As when a program of Python 3.12 publishes while it ends."""
+    versions = client.Versions(folder, keep=1)
+    publish(versions, 1)
+    monkeypatch.setattr(threading.Thread, "start", Mock(side_effect=RuntimeError))
+    publish(versions, 2)
+    assert (os.listdir(folder / "versions"), os.listdir(folder / ".drafts")) == (["2"], [])
 
 
 def test_a_reader_waits_for_a_newer_version(here: Path, there: Path) -> None:
