@@ -265,7 +265,9 @@ class EtcdTransactions:
                 raise
             return await self._delete_fence(deadline)
 
-    async def _find(self, wanted: bytes, since: int, fence: _Fence, deadline: float) -> int | None:
+    async def _find(
+        self, wanted: bytes, since: int, fence: _Fence | None, deadline: float
+    ) -> int | None:
         """Return the revision after `since` of the transaction `wanted`, which was tried with this fence;
         None if it was not applied, and never will be."""
         last = await self._end_tries(fence, deadline)

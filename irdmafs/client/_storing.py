@@ -14,7 +14,7 @@ import errno
 import mmap
 import os
 from collections.abc import Iterable, Iterator
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
 import numpy as np
@@ -83,7 +83,7 @@ def _mapped(fd: int, size: int) -> int | None:
 def _store(address: int, parts: Iterable[Any]) -> None:
     pieces = _device.Shared(_device.pieces(_placed(address, parts), _PIECE_BYTES))
 
-    def work(_: int) -> None:
+    def work() -> None:
         carrier = _device.Carrier()
         for target, piece in pieces:
             if isinstance(piece, memoryview):
@@ -92,8 +92,14 @@ def _store(address: int, parts: Iterable[Any]) -> None:
                 source = carrier.bring(piece)
             _copy(source, target, len(piece))
 
+    begun = list[Future[None]]()
     with ThreadPoolExecutor(_threads(), "irdmafs-store") as threads:
-        list(threads.map(work, range(_threads())))
+        with contextlib.suppress(RuntimeError):  # while the program ends, no thread can be started
+            for _ in range(_threads() - 1):
+                begun.append(threads.submit(work))
+        work()
+        for one in begun:
+            one.result()
 
 
 def _placed(address: int, parts: Iterable[Any]) -> Iterator[tuple[int, Any]]:

@@ -4,8 +4,10 @@ import ctypes
 import errno
 import os
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -49,7 +51,13 @@ def arrays() -> dict[str, np.ndarray[Any, Any]]:
     return made | {"turned": random.random((700, 900)).T}
 
 
-def test_every_byte_is_stored_once(folder: Path, mapped: list[int]) -> None:
+@pytest.mark.parametrize("alone", [False, True])
+def test_every_byte_is_stored_once(
+    folder: Path, mapped: list[int], monkeypatch: pytest.MonkeyPatch, *, alone: bool
+) -> None:
+    """`alone`: no thread can be started, as while the program ends."""
+    if alone:
+        monkeypatch.setattr(ThreadPoolExecutor, "submit", Mock(side_effect=RuntimeError))
     store = client.open(folder)
     states = [{name: array + step for name, array in arrays().items()} for step in range(2)]
     found = []
