@@ -169,6 +169,18 @@ def test_copy_that_gets_another_number_is_kept_once(cluster: Cluster, here: Path
     assert here.read_bytes() == b"firstsecondthird"
 
 
+def test_what_nodes_dropped_with_a_session_is_sent_again(cluster: Cluster) -> None:
+    mount, there = cluster.mounts[0], cluster.mounts[1].path
+    os.setxattr(mount.path, "user.irdmafs.drafts", b"*.tmp")
+    draft = mount.path / "a.tmp"
+    draft.mkdir()
+    os.kill(mount.pid, misbehaving.END_SESSION_LATE)
+    for number in range(3):
+        (draft / f"{number}").write_text(f"{number}")
+    draft.rename(mount.path / "final")
+    assert [(there / "final" / f"{number}").read_text() for number in range(3)] == ["0", "1", "2"]
+
+
 def open_in_place(node: StoreNode, path: Path) -> int:
     """Return a descriptor of a file that is written where the node can take it over."""
     opened: list[int] = []

@@ -123,6 +123,8 @@ class Publisher:
         """Make contents the next versions of files that no other mount sees yet, in one transaction (see
         Store.publish_together)."""
         session = await self._session.wait_valid(self._cluster.timeout_s)
+        # Nodes keep what they are sent as long as this session lives, whichever is the mount's by then.
+        lives = self._session.compare()
         begun: list[tuple[NewVersion, Transfer, Inode]] = []
         is_asked = False
         with ExitStack() as ending:
@@ -151,7 +153,7 @@ class Publisher:
                     try:
                         with trio.CancelScope(shield=True):
                             inodes = await self._namespace.publish_together(
-                                sent, [self._session.compare(), unchanged]
+                                sent, [lives, unchanged]
                             )
                         break
                     except Conflict:

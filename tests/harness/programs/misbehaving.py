@@ -3,12 +3,15 @@
 import errno
 import signal
 from collections import Counter
+from collections.abc import Iterable
 from typing import Any
 
 import trio
 
 from irdmafs.backend.model.records import CONTENT_NUMBER_BITS, ContentId
 from irdmafs.backend.namespace import Namespace
+from irdmafs.backend.store.remote import replication, writer
+from irdmafs.backend.store.remote.cluster import Cluster
 from irdmafs.backend.store.remote.contents import Contents
 from irdmafs.cli.command import main
 
@@ -18,6 +21,8 @@ LOSE = signal.SIGRTMIN
 DELAY = signal.SIGRTMIN + 1
 # Its next content gets a number of the session before, which may have ended while a copy was made.
 END_SESSION = signal.SIGRTMIN + 2
+# Its session ends, and another one begins, when nodes have the next contents that it sends together.
+END_SESSION_LATE = signal.SIGRTMIN + 3
 
 # How often the second signal is looked for.
 _LOOK_S = 0.01
@@ -33,6 +38,7 @@ def _take(number: int) -> bool:
 
 def misbehave() -> None:
     publish, new_number = Namespace.publish, Contents._new_number
+    put_together = writer.put_together
 
     async def publish_and_hear(self: Namespace, *arguments: Any, **more: Any) -> Any:
         published = await publish(self, *arguments, **more)
@@ -47,9 +53,19 @@ def misbehave() -> None:
         number = new_number(self)
         return ContentId(number - (1 << CONTENT_NUMBER_BITS)) if _take(END_SESSION) else number
 
+    async def put_and_end_session(cluster: Cluster, transfers: Iterable[writer.Transfer]) -> None:
+        await put_together(cluster, transfers)
+        if _take(END_SESSION_LATE):
+            ended = cluster.session.number
+            await cluster.engine.leases.revoke(cluster.session.lease)
+            cluster.session.lose()
+            while cluster.session.number == ended or not cluster.session.valid():
+                await trio.sleep(_LOOK_S)
+
+    replication.put_together = put_and_end_session  # type: ignore[attr-defined]
     Namespace.publish = publish_and_hear  # type: ignore[method-assign]
     Contents._new_number = number_of_ended  # type: ignore[method-assign]
-    for one in (LOSE, DELAY, END_SESSION):
+    for one in (LOSE, DELAY, END_SESSION, END_SESSION_LATE):
         signal.signal(one, lambda number, _: _told.update([number]))
 
 
