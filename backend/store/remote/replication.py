@@ -281,6 +281,7 @@ class Publisher:
                 with log_failure(log.info, "content %x stays on its nodes for now", content):
                     if doubted:
                         await cluster.engine.fenced.settle()
+                        await cluster.deferred.store()  # maybe the removal of that inode
                         await cluster.replica.barrier()
                         inode = cluster.tree.inodes.get(doubted)
                         if inode is not None and inode.extent == content:
