@@ -178,6 +178,9 @@ class Cache:
     async def _make_ready(self, handle: Handle, content: Content, *, cut: bool) -> None:
         try:
             if cut:
+                if not (content.extent or content.base.version) and content.writers == 1:
+                    # Another host is making the file. Both begin with an empty one: the last close wins.
+                    self.sharing.allocate(content, content.base, whole=True)
                 await self.in_place.change(content, lambda fd: os.ftruncate(fd, 0))
             elif handle.writing:
                 if not content.state.writable or content.is_busy:

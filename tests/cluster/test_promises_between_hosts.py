@@ -150,6 +150,20 @@ def test_a_name_that_is_not_seen_is_taken(makers: list[Path]) -> None:
     assert is_seen(other / "file")
 
 
+@pytest.mark.parametrize("maker_is_first", [True, False])
+def test_of_two_hosts_that_write_a_new_file_as_a_whole_the_last_close_wins(
+    makers: list[Path], maker_is_first: bool
+) -> None:
+    files = [(folder / "file").open("wb", buffering=0) for folder in makers]
+    for file, content in zip(files, (b"maker", b"joiner"), strict=True):
+        file.write(content)
+    for file in files if maker_is_first else files[::-1]:
+        file.close()
+    for folder in makers:
+        assert (folder / "file").read_bytes() == (b"joiner" if maker_is_first else b"maker")
+        assert os.listdir(folder) == ["file"]
+
+
 def test_who_renames_onto_a_name_not_seen_wins_and_its_maker_is_told(makers: list[Path]) -> None:
     one, other = makers
     fd = os.open(one / "file", os.O_CREAT | os.O_WRONLY)
