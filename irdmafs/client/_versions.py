@@ -262,7 +262,7 @@ class Versions:
             if found > newer_than or number is not None:
                 path = self.path(found)
                 if _is_directory(path):
-                    # What is fetched before the lock is granted is of use if the version is there then.
+                    # The files are fetched while the lock is asked for; it shows if the version stays.
                     fetched = _fetch_beside(path) if local else None
                     with self._locked(str(found), _locks.READ) as fd:
                         if _is_directory(path):

@@ -385,7 +385,7 @@ class Claims(RecordKeeper):
                     self._start_giving_up([directory])
                 elif now - used > _IDLE_S or self._is_doubted():
                     idle.append(directory)
-                elif self._is_looked_at(directory):
+                elif directory in self.exclusive and self._is_looked_at(directory):
                     self.share(directory)
             if idle:
                 self._start_giving_up(idle[:_GIVEN_UP_AT_ONCE])

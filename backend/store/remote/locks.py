@@ -239,7 +239,7 @@ class SharedLocks(LockEntries):
                 return True  # the situation has changed meanwhile
             lease, guard = self._session.lease, self.guard(ino)
             calm = time.monotonic() - state.contended > _CALM_S
-            # Who reads a file may soon have company; who locks it again is more likely to be alone with it.
+            # Other hosts often lock for reading, too: the first such lock leaves them theirs.
             often = state.was_locked or claim.type == F_WRLCK
             sole = often and calm and next(self._others(ino), None) is None
             held = merged((*state.mine.held, claim))
