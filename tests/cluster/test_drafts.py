@@ -53,7 +53,7 @@ def test_many_files_cost_few_commits_and_messages(here: Path, there: Path, follo
         often(lambda: (there / "final").exists())
         eventually(lambda: counters(there)["followed_directories"], "it follows the directory")
     before = counters(here)["round_trips"]
-    with few_transactions(here, 10):
+    with few_transactions(here, FILES // 6):  # of twice as many files
         (here / "files.tmp" / "below").mkdir(parents=True)
         made = written(here / "files.tmp", FILES)
         below = written(here / "files.tmp" / "below", FILES)
