@@ -11,9 +11,8 @@ from unittest.mock import Mock
 import numpy as np
 import pytest
 from harness.beside import beside
-from harness.clusters import counters
 from harness.errors import fails_with
-from harness.mountpoint import IRDMAFS, eventually, irdmafs, one_line
+from harness.mountpoint import IRDMAFS, irdmafs, one_line
 from harness.processes import Process, TakeProcess
 from harness.seeds import seeded
 
@@ -126,24 +125,6 @@ def test_who_may_only_read_holds_a_version_and_stops_nobody(folder: Path, nobody
         publish(versions, 2)
     assert versions.is_held(1)
     assert versions.numbers() == [1, 2]
-
-
-def test_a_version_costs_few_transactions(here: Path, there: Path) -> None:
-    writer, reader = client.Versions(here), client.Versions(there)
-
-    def transactions() -> int:
-        eventually(lambda: len(os.listdir(here / ".held")) <= writer.keep, "it is tidied", LONG_S)
-        return sum(int(counters(place)["transactions"]) for place in (here, there))
-
-    for step in range(1, 6):
-        publish(writer, step)
-        with reader.hold(step, local=True):
-            pass
-    before = transactions()
-    publish(writer, 6)
-    with reader.hold(6, local=True) as version:
-        assert steps_in(version.path) == {b"6"}
-    assert transactions() - before < 30
 
 
 def test_what_is_old_goes_also_if_no_thread_can_be_started(
