@@ -4,18 +4,12 @@ from __future__ import annotations
 
 import click
 
-from .arithmetic import train_arithmetic
 from .cluster import cluster
 from .command import SETTINGS
-from .memory import memory
 from .peers import peers
 from .posix import posix
 from .soak import soak
 from .train import train
-from .train_overlap import train_overlap
-from .train_scaling import train_scaling
-from .train_verbs import train_verbs
-from .training import training
 from .transport import transport
 from .verbs.command import verbs
 from .verify import verify
@@ -27,8 +21,5 @@ def main() -> None:
     """Measure irdmafs beside what is comparable. Run it on a quiet machine, mostly as root."""
 
 
-for _command in (
-    posix, memory, cluster, peers, transport, verify, verbs, train, training, train_arithmetic,
-    train_overlap, train_scaling, train_verbs, soak, worker,
-):  # fmt: skip
+for _command in (posix, cluster, peers, transport, verify, verbs, train, soak, worker):
     main.add_command(_command)

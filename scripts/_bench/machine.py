@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import mmap
 import os
 import shutil
@@ -93,17 +92,6 @@ def process_status(pid: int) -> dict[str, int]:
 
 
 # -- files -------------------------------------------------------------------------------------
-
-
-def cached_bytes(path: Path) -> int | None:
-    """Bytes of a file in the page cache of its own filesystem, None before Linux 6.5."""
-    # The range is an offset and a length, 0 for all; the answer begins with the pages that are cached.
-    whole, found = (ctypes.c_uint64 * 2)(), (ctypes.c_uint64 * 5)()
-    number = 451  # cachestat(2), the same on every architecture but alpha
-    with open(path, "rb") as file:
-        call = ctypes.CDLL(None, use_errno=True).syscall
-        failed = call(number, file.fileno(), ctypes.byref(whole), ctypes.byref(found), 0)
-    return None if failed else found[0] * mmap.PAGESIZE
 
 
 @contextlib.contextmanager

@@ -53,16 +53,14 @@ def begin_sums(directory: Path, size: int, workers: int) -> None:
     begin(directory, TrainConfig(rule="sum", workers=workers, whole_every=0))
 
 
-def work_by_files(directory: str, name: str, compute_s: float = 0.0) -> None:
-    """A worker: for each line it computes, which is a sleep, pushes gradients and pulls the next version,
-    and tells the seconds."""
+def work_by_files(directory: str, name: str) -> None:
+    """A worker: for each line it pushes gradients and pulls the next version, and tells the seconds."""
     with TrainWorker(directory, name) as worker:
         out = {key: np.array(value) for key, value in worker.pull().items()}
         gradients = {key: np.full_like(value, 0.001) for key, value in out.items()}
         tell(None)
         for _ in sys.stdin:
             start = time.perf_counter()
-            time.sleep(compute_s)
             worker.push_pull(gradients, out, timeout_s=120)
             tell([time.perf_counter() - start])
 
