@@ -10,7 +10,6 @@ from .peers import peers
 from .posix import posix
 from .soak import soak
 from .train import train
-from .transport import transport
 from .verbs.command import verbs
 from .verify import verify
 from .workers import worker
@@ -21,5 +20,5 @@ def main() -> None:
     """Measure irdmafs beside what is comparable. Run it on a quiet machine, mostly as root."""
 
 
-for _command in (posix, cluster, peers, transport, verify, verbs, train, soak, worker):
+for _command in (posix, cluster, peers, verify, verbs, train, soak, worker):
     main.add_command(_command)

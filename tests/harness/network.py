@@ -16,7 +16,7 @@ import socket
 import subprocess
 from collections.abc import Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 
 from .closing import Closing
@@ -154,7 +154,6 @@ class Namespaces(Network):
         self._ports: dict[str, str] = {}
         self._cuts: set[tuple[str, str]] = set()
         self._hosts: dict[str, Host] = {}
-        self._joined = 0
         try:
             run("ip", "netns", "add", self._switch)
             self._configure(
@@ -232,22 +231,6 @@ class Namespaces(Network):
     def heal_all(self) -> None:
         for one, other in list(self._cuts):
             self.heal(self._hosts[one], self._hosts[other])
-
-    def join(self, one: Host, other: Host, mtu: int, bits_per_s: float | None) -> tuple[Host, Host]:
-        """Give two hosts a link of their own. Returns them with their addresses on it."""
-        self._joined += 1
-        ends = [
-            (self._namespace(one), f"to-{other.name}", f"10.78.{self._joined}.1"),
-            (self._namespace(other), f"to-{one.name}", f"10.78.{self._joined}.2"),
-        ]
-        (here, device, _), (there, peer, _) = ends
-        self._configure(here, f"link add {device} type veth peer name {peer} netns {there}")
-        for namespace, device, address in ends:
-            self._configure(
-                namespace, f"addr add {address}/24 dev {device}", f"link set {device} mtu {mtu} up"
-            )
-            _shape(namespace, device, bits_per_s)
-        return replace(one, address=ends[0][2]), replace(other, address=ends[1][2])
 
     def shape(self, host: Host, bits_per_s: float | None) -> None:
         _shape(self._namespace(host), "eth0", bits_per_s)
