@@ -56,10 +56,6 @@ class Worker:
     def pid(self) -> int:
         return self._process.pid
 
-    @property
-    def is_alive(self) -> bool:
-        return self._process.poll() is None
-
     def __enter__(self) -> Self:
         try:
             self.ready = self._answer("its start")

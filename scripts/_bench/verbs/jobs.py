@@ -14,7 +14,6 @@ from contextlib import AsyncExitStack, asynccontextmanager
 from pathlib import Path
 from typing import Any
 
-import msgspec
 import trio
 from harness.cluster import Cluster
 
@@ -31,8 +30,7 @@ from irdmafs.backend.model.records import (
 from irdmafs.backend.transport import Extent, FileRange, Target, messages
 from irdmafs.backend.transport.device import Device
 from irdmafs.backend.transport.movers import all_movers
-from irdmafs.backend.transport.operations import codec_for
-from irdmafs.backend.transport.peers import Peers, open_peers
+from irdmafs.backend.transport.peers import open_peers
 from irdmafs.backend.transport.rights import make_session_key, session_digest
 from irdmafs.backend.transport.verbs.rdma import Choice, Rdma
 
@@ -43,19 +41,13 @@ MESSAGE_BYTES = 64 << 10
 _SESSION_TTL_S = 60
 # Tells a version from the one before it.
 _MARK_BYTES = 16
-_CODEC_ROUNDS = 200
-# perftest has more than one message under way, too.
-AT_ONCE = 8
-_BYTES_AT_ONCE = 64 << 20
 
 
 class DeviceJobs:
     """What is asked of a store node. Each version of a size replaces the one before it."""
 
-    def __init__(self, peers: Peers, node: int, target: Target, first: int, place: Path) -> None:
-        self._peers = peers
-        self._node = node
-        self._device: Device = peers.device(node)
+    def __init__(self, device: Device, target: Target, first: int, place: Path) -> None:
+        self._device = device
         self._target = target
         self._contents = first
         self._files = Kept(place)
@@ -94,46 +86,6 @@ class DeviceJobs:
             raise RuntimeError(f"wrong bytes in an extent of {size} bytes")
         return took_s
 
-    async def write_many(self, size: int, count: int) -> float:
-        """Write so many, a few of them under way at any time: seconds for all."""
-        return await self._many("write", size, count)
-
-    async def read_many(self, size: int, count: int) -> float:
-        return await self._many("read", size, count)
-
-    async def _many(self, way: str, size: int, count: int) -> float:
-        extent = await self._extent(size)
-        at_once = max(1, min(AT_ONCE, _BYTES_AT_ONCE // size))
-        source = self._files.fd("source", size)
-        sinks = [self._files.fd(f"sink{number}", size) for number in range(at_once)]
-        left = count
-
-        async def go_on(sink: int) -> None:
-            nonlocal left
-            if way == "write":
-                self._contents += 1
-            content, stripe = self._contents, 0
-            while left:
-                left -= 1
-                if way == "read":
-                    await self._device.read(extent, 0, FileRange(sink, 0, size))
-                    continue
-                # The stripes of a file, which are given up with it.
-                await self._device.write(
-                    Extent(content, stripe), self._target, FileRange(source, 0, size)
-                )
-                stripe += 1
-                if stripe * size * at_once >= _BYTES_AT_ONCE or not left:
-                    await self._device.abort(content)
-                    self._contents += 1
-                    content, stripe = self._contents, 0
-
-        began = time.perf_counter()
-        async with trio.open_nursery() as nursery:
-            for sink in sinks:
-                nursery.start_soon(go_on, sink)
-        return time.perf_counter() - began
-
     async def one_sided(self, size: int) -> float:
         """A read that the node's memory answers, however short."""
         extent = await self._extent(size)
@@ -142,30 +94,6 @@ class DeviceJobs:
 
     async def get(self, size: int) -> float:
         return await _timed(self._device.get([await self._extent(size)], size))
-
-    async def ping(self, size: int) -> float:
-        return await _timed(self._peers.ping(self._node))
-
-    async def file(self, size: int) -> float:
-        """What the node does for a get, in its store."""
-        self._files.fd("sink", size)
-        path = self._files.path("sink", size)
-        began = time.perf_counter()
-        fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
-        os.pread(fd, os.fstat(fd).st_size, 0)
-        os.close(fd)
-        return time.perf_counter() - began
-
-    async def codec(self, size: int) -> float:
-        """Both ends' encoding and decoding of a get and its answer."""
-        asked = messages.Get([Extent(self._contents, 0)], size)
-        answer = messages.Contents([bytes(size)])
-        known = codec_for(())
-        began = time.perf_counter()
-        for _ in range(_CODEC_ROUNDS):
-            known.decode(msgspec.msgpack.encode(asked))
-            known.decode_answer(msgspec.msgpack.encode(answer))
-        return (time.perf_counter() - began) / _CODEC_ROUNDS
 
     async def release(self, size: int) -> float:
         """Give the memory of this size back."""
@@ -193,13 +121,13 @@ class Kept:
         self._place = place
         self._files: dict[tuple[str, int], int] = {}
 
-    def path(self, name: str, size: int) -> Path:
+    def _path(self, name: str, size: int) -> Path:
         return self._place / f"{name}-{size}"
 
     def fd(self, name: str, size: int) -> int:
         """Make the file, or open the one that another process made."""
         if (name, size) not in self._files:
-            fd = os.open(self.path(name, size), os.O_RDWR | os.O_CREAT, 0o600)
+            fd = os.open(self._path(name, size), os.O_RDWR | os.O_CREAT, 0o600)
             if os.fstat(fd).st_size != size:
                 block = os.urandom(1 << 20)
                 for offset in range(0, size, len(block)):
@@ -212,7 +140,7 @@ class Kept:
         for name, of_size in list(self._files):
             if of_size == size:
                 os.close(self._files.pop((name, size)))
-                self.path(name, size).unlink(missing_ok=True)
+                self._path(name, size).unlink(missing_ok=True)
 
 
 async def work(
@@ -235,7 +163,7 @@ async def work(
         )  # fmt: skip
         target = Target(group, revision, ())
         first = session << CONTENT_NUMBER_BITS
-        await serve_jobs(DeviceJobs(peers, node, target, first, Path(place)))
+        await serve_jobs(DeviceJobs(peers.device(node), target, first, Path(place)))
         counters = peers.counters
         if rdma is not None and counters.fallbacks:
             print(f"{counters.fallbacks} transfers fell back to TCP", file=sys.stderr)
