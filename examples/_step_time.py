@@ -9,11 +9,8 @@ node's link carries its part of all of them.
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 from typing import NamedTuple
-
-__all__ = ["Cluster", "StepTime", "Work", "step_time"]
 
 # Publications that follow one another in a step: a push, its plan, the shards, the commit.
 PUBLISHED = 4
@@ -33,22 +30,12 @@ class Work:
     every: int = 1
     overlap: float = 0.0
 
-    def __post_init__(self) -> None:
-        for name in ("compute_s", "push_bytes", "pull_bytes", "state_bytes"):
-            if not 0 <= getattr(self, name) < math.inf:
-                raise ValueError(f"{name} is 0 or more, not {getattr(self, name)}")
-        if self.every < 1:
-            raise ValueError(f"every is at least 1, not {self.every}")
-        if not 0 <= self.overlap <= 1:
-            raise ValueError(f"overlap is from 0 to 1, not {self.overlap}")
-
 
 @dataclass(frozen=True)
 class Cluster:
     """The hosts of a training run. `link_bytes_s` is what a link carries each way at the same time;
     `latency_s` what it takes until a host sees what another has published. `colocated`: the nodes are on
-    hosts of workers. `reduce_bytes_s`: the bytes of pushes that a reducer adds up in a second;
-    `plan_s`: what the coordinator spends on each push."""
+    hosts of workers. `plan_s`: what the coordinator spends on each push."""
 
     workers: int
     nodes: int
@@ -56,23 +43,7 @@ class Cluster:
     latency_s: float = 0.0
     colocated: bool = False
     replicas: int = 1
-    reduce_bytes_s: float = math.inf
     plan_s: float = 0.0
-
-    def __post_init__(self) -> None:
-        for name in ("workers", "nodes", "replicas"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"{name} is at least 1, not {getattr(self, name)}")
-        for name in ("link_bytes_s", "reduce_bytes_s"):
-            if not getattr(self, name) > 0:
-                raise ValueError(f"{name} is above 0, not {getattr(self, name)}")
-        for name in ("latency_s", "plan_s"):
-            if not 0 <= getattr(self, name) < math.inf:
-                raise ValueError(f"{name} is 0 or more, not {getattr(self, name)}")
-        if self.replicas > self.nodes:
-            raise ValueError(f"{self.replicas} replicas need as many nodes, not {self.nodes}")
-        if self.colocated and self.nodes > self.workers:
-            raise ValueError(f"{self.workers} workers' hosts cannot have {self.nodes} nodes")
 
 
 class StepTime(NamedTuple):
@@ -88,11 +59,6 @@ class StepTime(NamedTuple):
     @property
     def total_s(self) -> float:
         return sum(self)
-
-    @property
-    def efficiency(self) -> float:
-        """Return the part of a step in which workers compute."""
-        return self.compute_s / self.total_s if self.total_s else 1.0
 
 
 def step_time(work: Work, cluster: Cluster) -> StepTime:
@@ -111,8 +77,7 @@ def step_time(work: Work, cluster: Cluster) -> StepTime:
         busiest = max(busiest, work.push_bytes * _others(cluster.nodes) + more * share)
     push_s = busiest / cluster.link_bytes_s
     hidden_s = min(push_s, work.overlap * work.compute_s)
-    published = more * (work.pull_bytes + work.state_bytes) / cluster.nodes
-    reduce_s = share / cluster.reduce_bytes_s + published / cluster.link_bytes_s
+    reduce_s = more * (work.pull_bytes + work.state_bytes) / cluster.nodes / cluster.link_bytes_s
     pull_s = max(_exchanged(cluster, work.pull_bytes)) / cluster.link_bytes_s
     phases = (
         push_s - hidden_s,

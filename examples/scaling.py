@@ -20,19 +20,21 @@ from _step_time import Cluster, Work, step_time
 WORKERS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1_000, 2_000, 5_000, 10_000)
 # bf16 gradients and parameters; the master weight and two moments in fp32.
 WIRE_BYTES, STATE_BYTES = 2, 12
+POSITIVE, AT_LEAST_0 = click.FloatRange(0, min_open=True), click.FloatRange(0)
 
 
 @click.command(help=__doc__)
-@click.option("--compute", "compute_s", default=1.0, show_default=True, help="Seconds.")
-@click.option("--parameters", default=1e9, show_default=True)
-@click.option("--link-gbit", default=200.0, show_default=True, help="Of each host, each way.")
 @click.option(
-    "--latency-ms", default=5.0, show_default=True, help="Until others see what is published."
+    "--compute", "compute_s", type=POSITIVE, default=1.0, show_default=True, help="Seconds."
 )
-@click.option(
-    "--plan-us", default=100.0, show_default=True, help="Of the coordinator for each push."
-)
-@click.option("--replicas", default=1, show_default=True)
+@click.option("--parameters", type=POSITIVE, default=1e9, show_default=True)
+@click.option("--link-gbit", type=POSITIVE, default=200.0, show_default=True,
+              help="Of each host, each way.")  # fmt: skip
+@click.option("--latency-ms", type=AT_LEAST_0, default=5.0, show_default=True,
+              help="Until others see what is published.")  # fmt: skip
+@click.option("--plan-us", type=AT_LEAST_0, default=100.0, show_default=True,
+              help="Of the coordinator for each push.")  # fmt: skip
+@click.option("--replicas", type=click.IntRange(1), default=1, show_default=True)
 @_common.out_option
 def main(
     compute_s: float, parameters: float, link_gbit: float, latency_ms: float, plan_us: float,
