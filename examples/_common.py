@@ -32,10 +32,6 @@ TIMEOUT_S = 120.0
 directory_argument = click.argument(
     "directory", required=False, type=click.Path(path_type=Path, file_okay=False)
 )
-syncs_option = click.option(
-    "--sync", "syncs", multiple=True, default=("bsp", "ssp:2", "async"), show_default=True,
-    help="One or more.",
-)  # fmt: skip
 out_option = click.option(
     "--out", type=click.Path(path_type=Path, file_okay=False), default=Path("plots"), show_default=True,
     help="Where curves are saved, as CSV, and as PNG if matplotlib is installed.",

@@ -100,7 +100,8 @@ def score(network: Any, images: Any, labels: Any) -> tuple[float, float]:
 @click.option("--workers", default=3, show_default=True)
 @click.option("--steps", default=150, show_default=True, help="Of each worker.")
 @click.option("--lr", default=0.003, show_default=True, help="Of Adam.")
-@_common.syncs_option
+@click.option("--sync", "syncs", multiple=True, default=("bsp", "ssp:2", "async"),
+              show_default=True, help="One or more.")  # fmt: skip
 @_common.out_option
 def main(
     directory: Path | None, workers: int, steps: int, lr: float, syncs: tuple[str, ...],

@@ -11,11 +11,7 @@ import pytest
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 # By module: its package, and how scripts/test is told to install it.
-_PACKAGES = {
-    "torch": ("torch", "WITH_TORCH"),
-    "sklearn": ("scikit-learn", "WITH_EXAMPLES"),
-    "django": ("Django", "WITH_EXAMPLES"),
-}
+_PACKAGES = {"torch": ("torch", "WITH_TORCH"), "sklearn": ("scikit-learn", "WITH_EXAMPLES")}
 
 
 def needs(module: str) -> pytest.MarkDecorator:

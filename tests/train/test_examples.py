@@ -81,20 +81,6 @@ def test_soup_is_better_than_its_models_are_on_average(place: Path) -> None:
         assert float(found[1]) >= least
 
 
-@needs("django")
-def test_languages_are_told_apart_without_waiting_for_others(place: Path, tmp_path: Path) -> None:
-    arguments = ("--steps=40", "--sync=ssp:2", "--sync=async", f"--out={tmp_path / 'out'}")
-    printed = run("text.py", place / "run", "--workers=2", *arguments)
-    found = dict(re.findall(r"^(\S+) .* accuracy (\S+)$", printed, re.MULTILINE))
-    assert found.keys() == {"ssp:2", "async"}
-    # A guess is right once in 20 times.
-    assert all(float(accuracy) > 0.6 for accuracy in found.values())
-    for x in ("seconds", "bytes"):
-        rows = (tmp_path / "out" / f"text-{x}.csv").read_text().splitlines()
-        assert rows[0] == f"curve,{x},loss of a batch"
-        assert len(rows) == 1 + 2 * 2 * 40
-
-
 @needs("sklearn")
 def test_two_workers_reach_accuracy_after_as_many_steps_as_one(place: Path, tmp_path: Path) -> None:
     arguments = ("--sample-ms=0.1", "--workers=1", "--workers=2", f"--out={tmp_path / 'out'}")
