@@ -9,12 +9,10 @@ test) detach() does nothing. What waits in any case is handed to the session as 
 
 from collections.abc import Coroutine, Generator
 from types import coroutine
-from typing import Any, Final, Generic, NamedTuple, TypeVar
+from typing import Any, Generic, NamedTuple, TypeVar
 
 T = TypeVar("T")
 
-_DETACH: Final = object()
-_DETACH_UNTIL_ANY_SIGNAL: Final = object()
 _inline = False
 
 
@@ -22,7 +20,8 @@ class Detached(Exception):
     """Raised by run(): the coroutine has to wait; go on with Rest() in a task. `any_signal`: any signal
     that the caller gets may end the wait."""
 
-    any_signal = False
+    def __init__(self, any_signal: bool = False) -> None:
+        self.any_signal = any_signal
 
 
 @coroutine
@@ -31,7 +30,7 @@ def detach(*, any_signal: bool = False) -> Generator[object, None, bool]:
     signal that the caller gets may end the wait. Return whether that took time, in which others ran."""
     if not _inline:
         return False
-    yield _DETACH_UNTIL_ANY_SIGNAL if any_signal else _DETACH
+    yield Detached(any_signal)
     return True
 
 
@@ -46,11 +45,9 @@ def run(coro: Coroutine[Any, Any, T]) -> T:
         return result
     finally:
         _inline = outer
-    if yielded is not _DETACH and yielded is not _DETACH_UNTIL_ANY_SIGNAL:
+    if not isinstance(yielded, Detached):
         raise RuntimeError(f"{coro!r} waited without detach()")
-    detached = Detached()
-    detached.any_signal = yielded is _DETACH_UNTIL_ANY_SIGNAL
-    raise detached
+    raise yielded
 
 
 class Rest(NamedTuple, Generic[T]):

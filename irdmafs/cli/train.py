@@ -71,8 +71,8 @@ def init(
         config = TrainConfig(options=options, workers=_workers(workers), **given)
         layout = begin(directory, config, shards=shards)
     elements = sum(parameter.size for parameter in layout.parameters)
-    click.echo(
-        f"irdmafs: {directory} trains {elements:,} parameters in {len(layout.parameters)} tensors, "
+    say(
+        f"{directory} trains {elements:,} parameters in {len(layout.parameters)} tensors, "
         f"in {len(layout.shard_names)} shards; next, on one host or more: irdmafs train reduce {directory}"
     )
 
@@ -172,7 +172,7 @@ def status_command(ctx: click.Context, directory: str) -> None:
         found = TrainDirectory(directory)
         click.echo(report(found), nl=False)
         if not is_reduced(found):
-            click.echo(f"irdmafs: {no_reducer(found)}", err=True)
+            _say(no_reducer(found))
             ctx.exit(1)
 
 
@@ -191,4 +191,4 @@ def end(directory: str) -> None:
             for name in locked_in(folder):
                 raise MountError(f"{folder.name}/{name} is still at work: end it first")
         number = end_training(directory)
-    click.echo(f"irdmafs: {directory} has the models of version {number}")
+    say(f"{directory} has the models of version {number}")
