@@ -36,21 +36,17 @@ LEASE_S = 10
 _COPIES = 12
 
 
-def model_of(elements: int) -> dict[str, np.ndarray[tuple[int], np.dtype[np.float32]]]:
-    """Return a model as tensors of 16 MiB."""
+def _begin(directory: Path, elements: int, shards: int | None) -> None:
+    """Make a directory with a model, in tensors of 16 MiB, and begin to train it by sums of gradients."""
+    directory.mkdir()
     rng = np.random.default_rng(1)
-    return {
+    model = {
         f"layer{first // TENSOR:04}": rng.standard_normal(min(TENSOR, elements - first), np.float32)
         for first in range(0, elements, TENSOR)
     }
-
-
-def begin_sums(directory: Path, size: int, workers: int) -> None:
-    """Make a directory with a model of `size` bytes and begin to train it by sums of gradients."""
-    directory.mkdir()
     with client.open(directory) as store:
-        store.publish_state_dict(model_of(size // 4))
-    begin(directory, TrainConfig(rule="sum", workers=workers, whole_every=0))
+        store.publish_state_dict(model)
+    begin(directory, TrainConfig(rule="sum", workers=HOSTS, whole_every=0), shards=shards)
 
 
 def work_by_files(directory: str, name: str) -> None:
@@ -114,10 +110,17 @@ def _measure(
 @click.option("--rounds", default=5, show_default=True)
 @click.option("--mbit", default=1000, show_default=True, help="Mbit/s of each link.")
 @click.option("--apart", is_flag=True, help="Store nodes on hosts of their own.")
+@click.option("--shards", type=int, help="Of the model  [default: as train init has it].")
 @asserting
 @json_file
 def train(
-    size_mib: int, rounds: int, mbit: int, apart: bool, assert_: bool, json_file: Path | None
+    size_mib: int,
+    rounds: int,
+    mbit: int,
+    apart: bool,
+    shards: int | None,
+    assert_: bool,
+    json_file: Path | None,
 ) -> None:
     """Measure synchronous steps of four workers: push gradients, sum them, pull parameters.
 
@@ -145,7 +148,7 @@ def train(
         )  # fmt: skip
         with Cluster(plan) as cluster:
             places = [mount.path / "run" for mount in cluster.mounts]
-            begin_sums(places[0], size, HOSTS)
+            _begin(places[0], elements, shards)
             working_at = [mount.host for mount in cluster.mounts]
             reduced_at = cluster.mounts
             if apart:
@@ -155,8 +158,11 @@ def train(
                 cluster.network.shape(host, mbit * 1e6)
             with contextlib.ExitStack() as stack:
                 for mount in reduced_at:
-                    stack.enter_context(reducing(mount.path / "run"))
-                workers = stack.enter_context(working(places, "_bench.train:work_by_files"))
+                    stack.enter_context(_reducing(mount.path / "run"))
+                plans = [
+                    {"directory": f"{place}", "name": f"w{n}"} for n, place in enumerate(places)
+                ]
+                workers = stack.enter_context(_working("train:work_by_files", plans, [()] * HOSTS))
                 _measure(rates, OURS, workers, hosts, size, rounds)
                 say((places[0] / ".train" / "status").read_text())
             if _has("torch", BASE):
@@ -167,15 +173,18 @@ def train(
 
 
 @contextlib.contextmanager
-def working(places: Sequence[Path], function: str, **plan: object) -> Iterator[Sequence[Worker]]:
-    """Run a worker of a training at each of these places."""
-    with contextlib.ExitStack() as stack:
-        yield [
-            stack.enter_context(
-                Worker(f"w{n}", function, {"directory": str(place), "name": f"w{n}", **plan})
-            )
-            for n, place in enumerate(places)
+def _working(
+    function: str, plans: Sequence[Mapping[str, object]], launchers: Sequence[tuple[str, ...]]
+) -> Iterator[Sequence[Worker]]:
+    """Run a function of this package in a process for each plan. They are started at once, as each may wait
+    for the others."""
+    with contextlib.ExitStack() as stack, ThreadPoolExecutor(HOSTS) as pool:
+        workers = [
+            Worker(function, f"_bench.{function}", plan, launcher)
+            for plan, launcher in zip(plans, launchers, strict=True)
         ]
+        list(pool.map(stack.enter_context, workers))
+        yield workers
 
 
 def _has(module: str, column: str) -> bool:
@@ -190,7 +199,7 @@ def _measure_gloo(rates: Rates, hosts: Sequence[Host], elements: int, rounds: in
         {"address": hosts[0].address, "rank": rank, "world": HOSTS, "elements": elements}
         for rank in range(HOSTS)
     ]
-    with _started(BASE, "_bench.train:work_by_gloo", plans, hosts) as workers:
+    with _working("train:work_by_gloo", plans, [host.launcher for host in hosts]) as workers:
         _measure(rates, BASE, workers, hosts, elements * 4, rounds)
 
 
@@ -201,26 +210,13 @@ def _measure_server(
     serving = plan | {"world": HOSTS}
     with Worker("gRPC server", "_bench.train_server:serve", serving, at.launcher) as server:
         plans = [plan | {"port": server.ready}] * HOSTS
-        with _started(SERVER, "_bench.train_server:work", plans, hosts) as workers:
+        launchers = [host.launcher for host in hosts]
+        with _working("train_server:work", plans, launchers) as workers:
             _measure(rates, SERVER, workers, {*hosts, at}, elements * 4, rounds)
 
 
 @contextlib.contextmanager
-def _started(
-    name: str, function: str, plans: Sequence[Mapping[str, object]], hosts: Sequence[Host]
-) -> Iterator[Sequence[Worker]]:
-    """Workers on these hosts that are started at once, as each may wait for the others."""
-    with contextlib.ExitStack() as stack, ThreadPoolExecutor(HOSTS) as pool:
-        workers = [
-            Worker(name, function, plan, host.launcher)
-            for plan, host in zip(plans, hosts, strict=True)
-        ]
-        list(pool.map(stack.enter_context, workers))
-        yield workers
-
-
-@contextlib.contextmanager
-def reducing(directory: Path) -> Iterator[None]:
+def _reducing(directory: Path) -> Iterator[None]:
     options = ("--threads", "1")
     command = [sys.executable, "-m", "irdmafs", "train", "reduce", os.fspath(directory), *options]
     with subprocess.Popen(command, stderr=subprocess.DEVNULL) as process:
