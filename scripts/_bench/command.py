@@ -18,7 +18,7 @@ from rich.console import Console
 from irdmafs.backend.model.values import parse_size
 
 from .files import WrongData
-from .tables import Rates
+from .tables import Rates, save
 
 SETTINGS = {"help_option_names": ["-h", "--help"]}
 
@@ -146,6 +146,5 @@ def wide_console(least: int) -> Console:
 def finish(rates: Rates, width: int, json_file: Path | None, assert_: bool) -> NoReturn:
     """Show what was measured, save it, and end."""
     rates.show(wide_console(width))
-    if json_file is not None:
-        rates.save(json_file)
+    save(rates.as_json(), json_file)
     sys.exit(1 if assert_ and rates.missed() else 0)

@@ -14,14 +14,14 @@ from harness.network import make_network
 from harness.scratch import scratch_directory
 
 from . import files
-from .command import SETTINGS, Size, asserting, finish, json_file, measuring, say, turned
+from .command import SETTINGS, Size, asserting, finish, json_file, measuring, only, say, turned
 from .files import MIB, SMALL_FILE, Files
 from .gluster import Gluster
 from .machine import make_real
 from .tables import Rates, Row
 
 OURS = "irdmafs"
-PEERS = ("gluster", "none")
+PEER = "gluster"
 ROWS = (
     Row("write", "write a large file", "MiB/s", 3),
     Row("read", "read it, cold, on another host", "MiB/s", 3),
@@ -77,7 +77,10 @@ def start_gluster(stack: contextlib.ExitStack, scale: Scale) -> System:
     stack.callback(shutil.rmtree, parent, ignore_errors=True)
     gluster = Gluster(hosts[:2], hosts[2:], parent / "gluster", scale.room)
     stack.enter_context(gluster)
-    return System("gluster", *gluster.mounts)
+    return System(PEER, *gluster.mounts)
+
+
+STARTS = {OURS: start_irdmafs, PEER: start_gluster}
 
 
 def measure(system: System, scale: Scale, round_: int, through: Files, rates: Rates) -> None:
@@ -109,16 +112,14 @@ def measure(system: System, scale: Scale, round_: int, through: Files, rates: Ra
 
 
 @click.command(context_settings=SETTINGS)
-@click.option("--peer", type=click.Choice(PEERS), default="gluster", show_default=True)
-@click.option("--only", is_flag=True, help="The peer alone.")
+@only("system", tuple(STARTS), "SYSTEM,...")
 @click.option("--rounds", type=click.IntRange(1), default=3, show_default=True)
 @click.option("--size", type=Size(MIB), default="1G", show_default=True, help="Of the large file.")
 @click.option("--quick", is_flag=True, help="64 MiB and a fifth of the files: a look.")
 @json_file
 @asserting
 def peers(
-    peer: str,
-    only: bool,
+    only: tuple[str, ...],
     rounds: int,
     size: int,
     quick: bool,
@@ -132,14 +133,11 @@ def peers(
     systems are measured in turn in every round; run it as root.
     """
     scale = Scale(64 * MIB, 200, 400) if quick else Scale(size, 1000, 2000)
-    rates = Rates(ROWS, OURS, peer)
-    starts = [] if only else [start_irdmafs]
-    if peer == "gluster":
-        starts.append(start_gluster)
+    rates = Rates(ROWS, OURS, PEER)
     through = Files()
     with measuring(), contextlib.ExitStack() as stack:
-        systems = [start(stack, scale) for start in starts]
-        for round_ in range(rounds if systems else 0):
+        systems = [STARTS[name](stack, scale) for name in only]
+        for round_ in range(rounds):
             for system in turned(systems, round_):
                 say(system.name, round_, rounds)
                 measure(system, scale, round_, through, rates)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import gc
-import json
 import sys
 import threading
 from dataclasses import dataclass, replace
@@ -20,6 +19,7 @@ from .machine import huge_page_tmpfs, meminfo, processor_s, resident_bytes, temp
 from .mounts import Mount, mount_of, mounted
 from .posix_measures import BY_ROW, MEASURES, Measure
 from .posix_results import Cost, Results
+from .tables import save
 from .workspace import Scale, Workspace
 
 TARGETS = ("kernel", "pyfuse3", "tmpfs", "shm")
@@ -198,6 +198,5 @@ def posix(
     console = wide_console(60 + 32 * len(columns))
     results.show(console)
     missed = results.show_bars(console) if "kernel" in targets else False
-    if json_file is not None:
-        json_file.write_text(json.dumps(results.as_json(scale, rounds), indent=1) + "\n")
+    save(results.as_json(scale, rounds), json_file)
     sys.exit(1 if results.failures or (assert_ and missed) else 0)

@@ -6,7 +6,7 @@ import os
 import platform
 from collections import Counter, defaultdict
 from collections.abc import Callable, Sequence
-from dataclasses import replace
+from dataclasses import asdict, replace
 from statistics import fmean
 from typing import Any, NamedTuple
 
@@ -117,7 +117,6 @@ class Results:
 
     def as_json(self, scale: Scale, rounds: int) -> dict[str, Any]:
         """Everything, every round of it, for a file."""
-        rates = self.rates
         return {
             "machine": {
                 "kernel": platform.release(),
@@ -125,32 +124,12 @@ class Results:
                 "memory_bytes": meminfo()["MemTotal"],
                 "python": platform.python_version(),
             },
-            "size_bytes": scale.size,
-            "small_files": scale.small_files,
-            "names": scale.names,
-            "iterations": scale.iterations,
+            "scale": asdict(scale),
             "rounds": rounds,
-            "base": self.base,
-            "values": {
-                row.key: {
-                    target: {
-                        "unit": row.unit,
-                        "median": rates.value(target, row.key),
-                        "rounds": rates.values(target, row.key),
-                        "ratio": rates.ratio(target, row.key),
-                    }
-                    for target in self.targets
-                    if rates.values(target, row.key)
-                }
-                for row in self.rows
-            },
+            **self.rates.as_json(),
             "costs": {
-                target: {
-                    measure.name: [cost._asdict() for cost in self.costs[target, measure.name]]
-                    for measure in self.measures
-                    if self.costs.get((target, measure.name))
-                }
-                for target in self.targets
+                f"{target}/{measure}": [cost._asdict() for cost in costs]
+                for (target, measure), costs in self.costs.items()
             },
             "bars": [verdict._asdict() for verdict in self.judge()],
             "notes": self.notes,

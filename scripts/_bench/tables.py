@@ -151,11 +151,17 @@ class Rates:
         text, ratio = spread(values, self._number), self.ratio(column, row)
         return text if ratio is None or column == self.base else f"{text}  x{ratio:.2f}"
 
-    def save(self, path: Path) -> None:
-        """Write every number, as JSON."""
+    def as_json(self) -> dict[str, Any]:
+        """Return every number."""
         found = {
             f"{column}/{row}": {"rounds": list(rounds.values()), "ratio": self.ratio(column, row)}
             for (column, row), rounds in list(self._values.items())
             if rounds
         }
-        path.write_text(json.dumps({"base": self.base, "values": found}, indent=1) + "\n")
+        return {"base": self.base, "values": found}
+
+
+def save(figures: dict[str, Any], path: Path | None) -> None:
+    """Write figures into a file, if there is to be one."""
+    if path is not None:
+        path.write_text(json.dumps(figures, indent=1) + "\n")

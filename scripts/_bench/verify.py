@@ -3,17 +3,24 @@
 from __future__ import annotations
 
 import os
-import statistics
 from pathlib import Path
 
 import click
 from harness.cluster import Cluster, Plan
 
-from .command import SETTINGS, measuring, turned
+from .command import SETTINGS, finish, json_file, measuring, turned
 from .files import MIB, now
 from .machine import processor_s
+from .tables import Rates, Row
 
-KINDS = {"verify": (), "no-verify": ("--no-verify",)}
+OURS, BASE = "verify", "no-verify"
+KINDS = {OURS: (), BASE: ("--no-verify",)}
+ROWS = (
+    Row("publish", "publish", "ms"),
+    Row("publish-cpu", "  processor time of the mount", "ms"),
+    Row("fetch", "fetch", "ms"),
+    Row("fetch-cpu", "  processor time of the mount", "ms"),
+)
 
 
 def publish_s(path: Path, content: bytes) -> float:
@@ -37,7 +44,8 @@ def fetch_s(path: Path) -> float:
 @click.command(context_settings=SETTINGS)
 @click.option("--size", default=100, show_default=True, help="MiB of the file.")
 @click.option("--rounds", default=15, show_default=True)
-def verify(size: int, rounds: int) -> None:
+@json_file
+def verify(size: int, rounds: int, json_file: Path | None) -> None:
     """Measure what checking costs: a file published and fetched by mounts that verify, and by ones that
     do not.
 
@@ -47,32 +55,27 @@ def verify(size: int, rounds: int) -> None:
     content = os.urandom(MIB) * size
     room = 8 * size * MIB
     plan = Plan(nodes=1, mounts=0, replicas=1, store_bytes=room, cache_bytes=room, namespaces=False)
-    seconds: dict[tuple[str, str], list[float]] = {}
-    processor: dict[tuple[str, str], float] = {}
+    rates = Rates(ROWS, OURS, BASE, tuple(KINDS))
     with measuring(), Cluster(plan) as cluster:
         mounts = {
             (what, kind): cluster.add_mount(*flags)
             for kind, flags in KINDS.items()
             for what in ("publish", "fetch")
         }
-        for number in range(rounds + 1):
-            if number == 1:  # the first round takes memory that the others find
-                processor = {key: processor_s(mount.pid) for key, mount in mounts.items()}
-                seconds.clear()
+
+        def take(kind: str) -> tuple[float, float]:
+            publishing, fetching = (mounts[what, kind].path / kind for what in ("publish", "fetch"))
+            return publish_s(publishing, content), fetch_s(fetching)
+
+        for kind in KINDS:  # takes memory that the rounds find
+            take(kind)
+        before = {key: processor_s(mount.pid) for key, mount in mounts.items()}
+        for number in range(rounds):
             for kind in turned(list(KINDS), number):
-                took = publish_s(mounts["publish", kind].path / kind, content)
-                seconds.setdefault(("publish", kind), []).append(took)
-                took = fetch_s(mounts["fetch", kind].path / kind)
-                seconds.setdefault(("fetch", kind), []).append(took)
-        for key, mount in mounts.items():
-            processor[key] = processor_s(mount.pid) - processor[key]
-    for what in ("publish", "fetch"):
-        checked, unchecked = (seconds[what, kind] for kind in KINDS)
-        ratios = [a / b for a, b in zip(checked, unchecked, strict=True)]
-        click.echo(
-            f"{what} {size} MiB: {statistics.median(checked) * 1e3:.1f} ms checked, "
-            f"{statistics.median(unchecked) * 1e3:.1f} ms unchecked, least {min(checked) * 1e3:.1f} and "
-            f"{min(unchecked) * 1e3:.1f}, median of the rounds' ratios {statistics.median(ratios):.2f}; "
-            "processor time of the mount "
-            + " and ".join(f"{processor[what, kind] / rounds * 1e3:.1f} ms" for kind in KINDS)
-        )
+                for what, seconds in zip(("publish", "fetch"), take(kind), strict=True):
+                    rates.add(kind, what, number, seconds * 1e3)
+        for (what, kind), mount in mounts.items():
+            used_s = processor_s(mount.pid) - before[what, kind]
+            # The kernel counts it in ticks, of which a round has few.
+            rates.add(kind, f"{what}-cpu", 0, used_s / rounds * 1e3)
+    finish(rates, 100, json_file, assert_=False)
