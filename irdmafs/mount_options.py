@@ -6,7 +6,6 @@ import grp
 import pwd
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field, fields, replace
-from functools import cache
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypeVar, get_args
 
 from .backend.model.options import declare
@@ -145,26 +144,14 @@ class MountOptions:
     )
 
 
-class DeclaredOption(NamedTuple):
-    """A field of MountOptions, and how it is written."""
-
-    name: str
-    default: Any
-    form: Switch | Value
-
-
-@cache
-def mount_options() -> tuple[DeclaredOption, ...]:
-    """Return all options of ``-o`` in the order of their declaration."""
-    return tuple(
-        DeclaredOption(one.name, one.default, one.metadata["form"]) for one in fields(MountOptions)
-    )
+# The form in which each field is written, in the order of their declaration.
+FORMS: dict[str, Switch | Value] = {one.name: one.metadata["form"] for one in fields(MountOptions)}
 
 
 def switches_of(options: MountOptions) -> set[str]:
     """Return the words of ``-o`` that these options stand for, except those that take a value."""
     words = set()
-    for name, _, form in mount_options():
+    for name, form in FORMS.items():
         if isinstance(form, Switch):
             words.add(form.on if getattr(options, name) else form.off)
     return {word for word in words if word is not None}
@@ -218,12 +205,10 @@ def parse_mount_options(arguments: Iterable[str]) -> MountOptions:
     """
     changes: dict[str, Any] = {}
     flags: dict[str, dict[str, bool]] = {}
-    values: dict[str, Value] = {}
-    for name, _, form in mount_options():
+    for name, form in FORMS.items():
         if isinstance(form, Switch):
             flags.update(form.words(name))
-        else:
-            values[name] = form
+    values = {name: form for name, form in FORMS.items() if isinstance(form, Value)}
     for option in (part.strip() for argument in arguments for part in argument.split(",")):
         name, equals, value = option.partition("=")
         if not option or is_for_mount_tools(option):

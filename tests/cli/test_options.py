@@ -15,7 +15,7 @@ from irdmafs.backend.model.values import Seconds, Size
 from irdmafs.cli.command import mount
 from irdmafs.cli.flags import flag_name, flags_of, overrides, section_flags
 from irdmafs.cli.serve import serve
-from irdmafs.mount_options import Switch, mount_options
+from irdmafs.mount_options import FORMS, MountOptions, Switch
 
 PAGE = Path(__file__).parents[2] / "docs" / "options.md"
 
@@ -134,7 +134,9 @@ def mount_flags() -> Iterator[tuple[str, ...]]:
 
 
 def dash_o() -> Iterator[tuple[str, ...]]:
-    for name, default, form in mount_options():
+    defaults = MountOptions()
+    for name, form in FORMS.items():
+        default = getattr(defaults, name)
         if isinstance(form, Switch):
             words = ", ".join(f"`{word}`" for word, _ in form.words(name))
             is_set = form.on if default else form.off or "off"
