@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -24,22 +24,23 @@ PLAIN = "iperf3"
 STREAMS = (1, 2, 4)
 GIGABIT = 1_000_000_000
 SHAPED = {"1g": 1 * GIGABIT, "10g": 10 * GIGABIT}
+BETWEEN_HOSTS = ("read", "fetch", "write", "close")
+
+
+def _between_hosts(suffix: str, base: str, read_bar: float, write_bar: float) -> tuple[Row, ...]:
+    return (
+        Row(f"read{suffix}", f"read what another host published; base: {base}", "MiB/s", read_bar),
+        Row(f"fetch{suffix}", "  until open() returns", "MiB/s"),
+        Row(f"write{suffix}", f"write, 2 replicas; base: {base}", "MiB/s", write_bar),
+        Row(f"close{suffix}", "  close() alone", "MiB/s"),
+    )
+
+
 ROWS = {
-    "link": (
-        Row("read", "read what another host published; base: iperf3 -F", "MiB/s", 0.90),
-        Row("fetch", "  until open() returns", "MiB/s"),
-        Row("write", "write, 2 replicas; base: iperf3 -F", "MiB/s", 0.80),
-        Row("close", "  close() alone", "MiB/s"),
-    ),
+    "link": _between_hosts("", "iperf3 -F", 0.90, 0.80),
     "shaped": (
-        Row("read-10g", "read, 10 Gbit/s; base: that rate", "MiB/s", 0.97),
-        Row("fetch-10g", "  until open() returns", "MiB/s"),
-        Row("write-10g", "write, 2 replicas, 10 Gbit/s", "MiB/s", 0.97),
-        Row("close-10g", "  close() alone", "MiB/s"),
-        Row("read-1g", "read, 1 Gbit/s", "MiB/s", 0.97),
-        Row("fetch-1g", "  until open() returns", "MiB/s"),
-        Row("write-1g", "write, 2 replicas, 1 Gbit/s", "MiB/s", 0.97),
-        Row("close-1g", "  close() alone", "MiB/s"),
+        *_between_hosts("-10g", "10 Gbit/s", 0.97, 0.97),
+        *_between_hosts("-1g", "1 Gbit/s", 0.97, 0.97),
     ),
     "local": (
         Row("local-write", "write, store on the same host; base: embedded", "MiB/s", 0.90),
@@ -61,45 +62,44 @@ class Bench:
     def _add(self, column: str, row: str, round_: int, seconds: float) -> None:
         self._rates.add(column, row, round_, self._size / MIB / seconds)
 
-    def _add_both_ends(self, cluster: Cluster, round_: int, suffix: str = "") -> None:
-        """Write on one host, read on the other."""
+    def _beside(
+        self, cluster: Cluster, round_: int, suffix: str, base_bytes_s: float, plain_bytes_s: float
+    ) -> None:
+        """Write on one host and read on the other; set these rates beside it."""
+        for row in BETWEEN_HOSTS:
+            self._rates.add(BASE, f"{row}{suffix}", round_, base_bytes_s / MIB)
+            self._rates.add(PLAIN, f"{row}{suffix}", round_, plain_bytes_s / MIB)
         one, other = (mount.path / "large" for mount in cluster.mounts)
         self._number += 1
         # Both replicas, the writer's copy and the reader's.
         make_real(4 * self._size)
         written = self._files.write(one, self._size, self._number)
         read = self._files.read(other, self._size, self._number)
-        self._add(OURS, f"write{suffix}", round_, written.whole)
-        self._add(OURS, f"read{suffix}", round_, read.whole)
-        self._add(OURS, f"close{suffix}", round_, written.part)
-        self._add(OURS, f"fetch{suffix}", round_, read.part)
+        took_s = (read.whole, read.part, written.whole, written.part)
+        for row, seconds in zip(BETWEEN_HOSTS, took_s, strict=True):
+            self._add(OURS, f"{row}{suffix}", round_, seconds)
         os.unlink(one)
+
+    def _iperf3(self, cluster: Cluster, streams: Sequence[int], sink: Path | None = None) -> float:
+        """Return the bytes per second of the best number of streams."""
+        sender, receiver = (mount.host for mount in cluster.mounts)
+        return max(iperf3(sender, receiver, self._size, count, sink) for count in streams)
 
     def link(self, cluster: Cluster, memory: Path, round_: int) -> None:
         """At the speed of the link."""
-        sender, receiver = (mount.host for mount in cluster.mounts)
         make_real(self._size)
-        stored = max(iperf3(sender, receiver, self._size, n, memory / "sink") for n in STREAMS)
-        plain = max(iperf3(sender, receiver, self._size, n) for n in STREAMS)
-        for row in ROWS["link"]:
-            self._rates.add(BASE, row.key, round_, stored / MIB)
-            self._rates.add(PLAIN, row.key, round_, plain / MIB)
-        self._add_both_ends(cluster, round_)
+        stored = self._iperf3(cluster, STREAMS, memory / "sink")
+        self._beside(cluster, round_, "", stored, self._iperf3(cluster, STREAMS))
 
     def shaped(self, cluster: Cluster, memory: Path, round_: int) -> None:
         """With every host's link limited, each way; what iperf3 stores over it is shown, too."""
-        sender, receiver = (mount.host for mount in cluster.mounts)
+        parts = [*cluster.nodes, *cluster.mounts]
         for name, bits_per_s in SHAPED.items():
-            parts = [*cluster.nodes, *cluster.mounts]
             for part in parts:
                 cluster.slow_down(part, bits_per_s)
             make_real(self._size)
-            sink = memory / "sink"
-            stored = max(iperf3(sender, receiver, self._size, n, sink) for n in STREAMS[1:])
-            for row in ("read", "fetch", "write", "close"):
-                self._rates.add(BASE, f"{row}-{name}", round_, bits_per_s / 8 / MIB)
-                self._rates.add(PLAIN, f"{row}-{name}", round_, stored / MIB)
-            self._add_both_ends(cluster, round_, f"-{name}")
+            stored = self._iperf3(cluster, STREAMS[1:], memory / "sink")
+            self._beside(cluster, round_, f"-{name}", bits_per_s / 8, stored)
             for part in parts:
                 cluster.slow_down(part, None)
 
