@@ -239,29 +239,6 @@ def test_the_checker_agrees_with_trying_all_orders() -> None:
     assert min(verdicts[True], verdicts[False]) > 100
 
 
-def test_what_a_register_did_is_always_allowed() -> None:
-    """Histories of one that is written, unlinked and read at a moment within each operation."""
-    source = seeded()
-    for _ in range(200):
-        moments = sorted(source.uniform(0, 100) for _ in range(40))
-        history: list[Operation] = []
-        value = None
-        for number, moment in enumerate(moments):
-            around = moment - source.uniform(0, 15), moment + source.uniform(0, 15)
-            kind = source.choice(["replace", "replace", "unlink", "read", "read", "read"])
-            if kind == "replace":
-                value = str(number)
-                history.append(replace(value, *around))
-            elif kind == "unlink" and value is not None:
-                value = None
-                history.append(unlink(*around))
-            elif value is None:
-                history.append(absent(*around))
-            else:
-                history.append(read(value, *around))
-        assert not kinds(history)
-
-
 @pytest.mark.parametrize("size", [24, 4095, 4096, 4097, 100_000])
 def test_a_content_says_who_wrote_it(size: int) -> None:
     assert value_of(content_of(3, 17, size)) == "3.17"

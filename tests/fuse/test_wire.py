@@ -525,17 +525,6 @@ def messages_of(drawn: list[tuple[int, int, int, bytes]]) -> list[bytes]:
     ]
 
 
-@st.composite
-def damaged(draw: st.DrawFn) -> tuple[int, list[tuple[int, int]], int | None, bool]:
-    """How a message is damaged: which one, flipped bytes, where it is cut, whether its length tells."""
-    # Not the number of the request (bytes 8 to 15): two waiting ones of one number cannot be told
-    # apart by INTERRUPT.
-    positions = st.integers(0, 7) | st.integers(16, 150)
-    flips = draw(st.lists(st.tuples(positions, st.integers(1, 255)), max_size=3))
-    cut = draw(st.none() | st.integers(0, 120))
-    return draw(st.integers(0, 39)), flips, cut, draw(st.booleans())
-
-
 def populate(served: Served) -> None:
     """A directory a, a file b that is open, a file c that is closed, a symlink."""
     served.request(Opcode.MKDIR, ROOT, wire.MKDIR_IN.pack(0o755, 0) + b"a\0")
@@ -556,47 +545,38 @@ def populate(served: Served) -> None:
 fuzzing = settings(deadline=None, suppress_health_check=list(HealthCheck))
 
 
-@settings(fuzzing, max_examples=40)
-@given(data=st.lists(st.binary(max_size=300), max_size=20))
-def test_random_bytes_are_answered_at_most_once_and_do_no_harm(data: list[bytes]) -> None:
-    serve("cached", data)
-
-
-@settings(fuzzing, max_examples=40)
-@given(
-    data=st.lists(
-        st.tuples(st.integers(0, 64) | u32, node_ids, pids, st.binary(max_size=200)), max_size=30
-    ),
-    mode=st.sampled_from(MODES),
-)
-def test_any_body_under_any_opcode_is_answered_once_and_does_no_harm(
-    data: list[tuple[int, int, int, bytes]], mode: str
-) -> None:
-    serve(mode, messages_of(data))
-
-
-@pytest.mark.long
-@settings(fuzzing, max_examples=80)
-@given(
-    data=st.lists(requests(), min_size=1, max_size=40),
-    damages=st.just([]) | st.lists(damaged(), min_size=1, max_size=10),
-    mode=st.sampled_from(MODES),
-)
-def test_requests_whole_or_damaged_are_answered_once_and_do_no_harm(
-    data: list[tuple[int, int, int, bytes]],
-    damages: list[tuple[int, list[tuple[int, int]], int | None, bool]],
-    mode: str,
-) -> None:
-    found = messages_of(data)
-    for which, flips, cut, length_tells in damages:
-        broken = bytearray(found[which % len(found)][:cut])
+@st.composite
+def whole_or_damaged(draw: st.DrawFn) -> list[bytes]:
+    found = messages_of(draw(st.lists(requests(), min_size=1, max_size=40)))
+    for _ in range(draw(st.just(0) | st.integers(1, 10))):
+        # Not the number of the request (bytes 8 to 15): two waiting ones of one number cannot be told
+        # apart by INTERRUPT.
+        positions = st.integers(0, 7) | st.integers(16, 150)
+        which = draw(st.integers(0, len(found) - 1))
+        flips = draw(st.lists(st.tuples(positions, st.integers(1, 255)), max_size=3))
+        broken = bytearray(found[which][: draw(st.none() | st.integers(0, 120))])
         for position, bits in flips:
             if position < len(broken):
                 broken[position] ^= bits
-        if length_tells and len(broken) >= 4:
-            broken[:4] = len(broken).to_bytes(4, "little")
-        found[which % len(found)] = bytes(broken)
-    serve(mode, found)
+        if draw(st.booleans()) and len(broken) >= 4:
+            broken[:4] = len(broken).to_bytes(4, "little")  # its length tells where it was cut
+        found[which] = bytes(broken)
+    return found
+
+
+any_body = st.tuples(st.integers(0, 64) | u32, node_ids, pids, st.binary(max_size=200))
+any_messages = (
+    st.lists(st.binary(max_size=300), max_size=20)
+    | st.lists(any_body, max_size=30).map(messages_of)
+    | whole_or_damaged()
+)
+
+
+@pytest.mark.long
+@settings(fuzzing, max_examples=160)
+@given(messages=any_messages, mode=st.sampled_from(MODES))
+def test_whatever_comes_is_answered_once_and_does_no_harm(messages: list[bytes], mode: str) -> None:
+    serve(mode, messages)
 
 
 # -- one promise each ------------------------------------------------------------------------------

@@ -108,12 +108,18 @@ def test_values_are_rounded_as_torch_rounds_them(code: str) -> None:
     assert bool(tensor[torch.from_numpy(~is_number)].float().isnan().all())
 
 
-def test_types_without_arithmetic_are_refused() -> None:
+def test_what_cannot_be_computed_is_refused() -> None:
     out = np.empty(3, np.float32)
     with pytest.raises(ValueError, match="no arithmetic with elements of int64, only of F32"):
         to_float32(np.zeros(3, np.int64), out)
     with pytest.raises(ValueError, match="not in 2 dimensions"):
         count_nonfinite(np.zeros((3, 3), np.float32))
+    with pytest.raises(ValueError, match="no pushes"):
+        accumulate(out, [])
+    with pytest.raises(ValueError, match="a push of 4 elements in a sum of 3"):
+        accumulate(out, [(np.zeros(4, np.float32), 1.0)])
+    with pytest.raises(ValueError, match="0 threads"):
+        Blocks(0)
 
 
 # -- sums --------------------------------------------------------------------------------------
@@ -175,13 +181,6 @@ def test_infinities_of_pushes_come_out_without_a_warning() -> None:
     assert np.isnan(out[0]) and out[1] == -np.inf and out[2] == 0
 
 
-def test_a_sum_of_nothing_or_of_other_lengths_is_refused() -> None:
-    with pytest.raises(ValueError, match="no pushes"):
-        accumulate(np.empty(3, np.float32), [])
-    with pytest.raises(ValueError, match="a push of 4 elements in a sum of 3"):
-        accumulate(np.empty(3, np.float32), [(np.zeros(4, np.float32), 1.0)])
-
-
 def test_square_sum_is_that_of_float64_and_the_same_for_all_threads() -> None:
     values = random_elements("F32", 3 * BLOCK + 1001, 5)
     alone = square_sum(values)
@@ -235,8 +234,3 @@ def test_an_error_comes_when_no_thread_is_at_work_any_more() -> None:
     with Blocks(2) as blocks, pytest.raises(ValueError, match="not this one"):
         blocks.each(50 * BLOCK, work)
     assert not at_work
-
-
-def test_no_threads_are_refused() -> None:
-    with pytest.raises(ValueError, match="0 threads"):
-        Blocks(0)
