@@ -29,7 +29,7 @@ from harness.processes import NOBODY, Process, TakeProcess
 from harness.programs import breakable
 from harness.roce import find_ways
 from harness.scenarios import AsOnTmpfs, outcomes
-from harness.scratch import scratch_directory, sweep
+from harness.scratch import scratch, sweep
 from harness.tiers import Tier, running, tier_of
 from harness.training_runs import hurry
 from hypothesis import settings
@@ -223,9 +223,8 @@ def keys(etcd: EtcdServer) -> EtcdKeys:
 @pytest.fixture
 def memory() -> Iterator[Path]:
     """A directory in memory."""
-    path = scratch_directory()
-    yield path
-    shutil.rmtree(path)
+    with scratch() as path:
+        yield path
 
 
 @pytest.fixture
@@ -259,12 +258,12 @@ def certified(certificates: dict[str, Credentials]) -> dict[str, Any]:
 
 
 @pytest.fixture
-def tmpfs() -> Iterator[Path]:
+def tmpfs(memory: Path) -> Path:
     """A directory that everybody may write to on an ordinary tmpfs."""
-    path = scratch_directory()
+    path = memory / "tmpfs"
+    path.mkdir()
     path.chmod(0o777)
-    yield path
-    shutil.rmtree(path)
+    return path
 
 
 @pytest.fixture

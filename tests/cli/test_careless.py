@@ -45,13 +45,9 @@ def shared() -> Iterator[OneNodeMount]:
         yield mount
 
 
-def config_of(mount: OneNodeMount) -> str:
-    return mount.arguments[mount.arguments.index("--cluster") + 1]
-
-
 def kill_node(mount: OneNodeMount) -> str:
     """Kill the store node; its id."""
-    config = config_of(mount)
+    config = mount.config
     mount.kill_node()
     found = json.loads(irdmafs("cluster", "status", "--json", "--cluster", config).stdout)
     assert [node["state"] for node in found["nodes"]] == ["down"]
@@ -108,15 +104,6 @@ def test_advice_names_options_that_there_are(tmp_path: Path) -> None:
     assert irdmafs("cluster", "init", "--etcd", ",").returncode == 2
 
 
-@pytest.mark.parametrize("timeout", ["0.5", "2d", "soon"])
-def test_timeout_that_makes_no_sense_is_refused(tmp_path: Path, timeout: str) -> None:
-    file = tmp_path / "cluster.toml"
-    file.write_text('[cluster]\netcd = ["h"]\n')
-    assert "timeout" in one_line(
-        irdmafs("mount", tmp_path, "--cluster", file, "--timeout", timeout)
-    )
-
-
 # -- making a cluster ------------------------------------------------------------------------------
 
 
@@ -148,7 +135,7 @@ def test_ctrl_c_among_several_tasks_ends_a_command_as_any_other() -> None:
 
 def test_a_store_is_not_used_for_another_purpose(mounted: OneNodeMount, tmp_path: Path) -> None:
     """Each kind of daemon empties what it does not know."""
-    config = config_of(mounted)
+    config = mounted.config
     (mounted.path / "kept").write_bytes(b"kept")
     node_store = Path(config).parent / "store"
     kill_node(mounted)
@@ -181,7 +168,7 @@ def test_a_store_is_not_used_for_another_purpose(mounted: OneNodeMount, tmp_path
 def test_cache_that_does_not_fit_is_refused(shared: OneNodeMount, tmp_path: Path) -> None:
     (tmp_path / "m").mkdir()
     sizes = ("--size", "32M", "--cache-size", "64M")
-    line = one_line(irdmafs("mount", tmp_path / "m", "--cluster", config_of(shared), *sizes))
+    line = one_line(irdmafs("mount", tmp_path / "m", "--cluster", shared.config, *sizes))
     assert "a cache of 64.0 MiB does not fit" in line
     assert line.endswith("which has 32.0 MiB: give a smaller --cache-size, or a larger --size")
     # Nothing of the attempt is left.
@@ -214,7 +201,7 @@ def test_a_log_in_the_mount_itself_is_refused(tmp_path: Path) -> None:
 
 
 def test_mount_without_store_nodes_says_so_and_what_is_lost(mounted: OneNodeMount) -> None:
-    config = config_of(mounted)
+    config = mounted.config
     (mounted.path / "kept").write_bytes(b"0123456789")
     assert mounted.status()["warnings"] == []
     node = kill_node(mounted)
@@ -253,7 +240,7 @@ def test_a_cluster_goes_on_without_what_only_a_lost_node_had(
     mounted: OneNodeMount, tmp_path: Path, served: str
 ) -> None:
     """Whether the node that replaces it is there already or not."""
-    config = config_of(mounted)
+    config = mounted.config
     (mounted.path / "directory").mkdir()
     (mounted.path / "directory" / "lost").write_bytes(b"0123456789")
     os.link(mounted.path / "directory" / "lost", mounted.path / "second name")
@@ -306,7 +293,7 @@ def keeps(store: Path, content: bytes) -> bool:
 def test_a_node_that_was_given_up_and_comes_back_has_nothing_to_say(
     mounted: OneNodeMount, tmp_path: Path
 ) -> None:
-    config = config_of(mounted)
+    config = mounted.config
     store = Path(config).parent / "store"
     (mounted.path / "lost").write_bytes(b"0123456789")
     # What no inode has named yet, as far as the node knows, it would keep as long as the mount lives.
@@ -346,7 +333,7 @@ def test_what_no_node_has_is_looked_for_once(mounted: OneNodeMount) -> None:
     sizes = (10, 300_000)
     for size in sizes:
         (mounted.path / f"lost{size}").write_bytes(bytes(size))
-    for extent in (Path(config_of(mounted)).parent / "store" / "extents").iterdir():
+    for extent in (Path(mounted.config).parent / "store" / "extents").iterdir():
         extent.unlink()
     mounted.unmount()
     mounted.arguments = (*mounted.arguments, "--timeout", "1s", "--log-level", "debug")
@@ -437,7 +424,7 @@ def test_mount_with_wrong_credentials_is_told_and_does_not_wait(tmp_path: Path, 
 
 
 def test_stale_mount_is_healed_as_what_it_was(shared: OneNodeMount, tmp_path: Path) -> None:
-    config, path = config_of(shared), tmp_path / "m"
+    config, path = shared.config, tmp_path / "m"
     path.mkdir()
     succeeded(irdmafs("mount", path, "--cluster", config))
     try:

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 import pytest
+from harness.closing import Closing
 from harness.clusters import Cluster, ClusterMount, Plan
 from harness.mountpoint import eventually
 from harness.seeds import chosen_seed
@@ -41,8 +42,8 @@ class Line(NamedTuple):
     error: str = ""
 
 
-class Programs:
-    """The programs that count on one host."""
+class Programs(Closing):
+    """The programs that count on one host. A context manager; leaving it kills them."""
 
     def __init__(self, mount: ClusterMount, folder: Path, rng: random.Random) -> None:
         self._mount = mount
@@ -50,13 +51,10 @@ class Programs:
         self._rng = rng
         self._running: list[subprocess.Popen[bytes]] = []
         self._records: list[Path] = []
-
-    def __enter__(self) -> "Programs":
         for _ in range(PROGRAMS_OF_HOST):
             self._start()
-        return self
 
-    def __exit__(self, *_: object) -> None:
+    def close(self) -> None:
         while self._running:
             self._kill()
 

@@ -33,9 +33,9 @@ class OneNodeMount(Mount):
             *("--replicas", "1", "--buckets", "8", "--lease-ttl", str(LONG_LEASE_S)),
         )
         assert done.returncode == 0, done
-        self._config = self._directory / "cluster.toml"
-        self.arguments = (*arguments, "--cluster", str(self._config), "--host", "elsewhere")
-        serve = (*IRDMAFS, "serve", self._directory / "store", "-f", "--config", self._config)
+        self.config = self._directory / "cluster.toml"
+        self.arguments = (*arguments, "--cluster", str(self.config), "--host", "elsewhere")
+        serve = (*IRDMAFS, "serve", self._directory / "store", "-f", "--config", self.config)
         self._node = Daemon("node", Host("node", "127.0.0.1"), serve, self._directory / "log")
 
     def try_mount(self) -> subprocess.CompletedProcess[str]:

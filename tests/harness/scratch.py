@@ -8,6 +8,7 @@ import re
 import shutil
 import signal
 import tempfile
+from collections.abc import Iterator
 from pathlib import Path
 
 from irdmafs.mount.mounting import mounts
@@ -25,6 +26,16 @@ def scratch_directory() -> Path:
     directory = Path(tempfile.mkdtemp(prefix=f"{PREFIX}-{os.getpid()}-", dir=memory))
     directory.chmod(0o755)
     return directory
+
+
+@contextlib.contextmanager
+def scratch() -> Iterator[Path]:
+    """Make such a directory, and remove it with all that is in it."""
+    path = scratch_directory()
+    try:
+        yield path
+    finally:
+        shutil.rmtree(path, ignore_errors=True)
 
 
 def mount_points() -> list[str]:

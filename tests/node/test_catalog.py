@@ -1,12 +1,11 @@
 """What a store node frees and what it keeps: extents against the records that etcd tells it of."""
 
 import os
-import shutil
 import time
 from collections.abc import Callable, Iterator
+from pathlib import Path
 
 import pytest
-from harness.scratch import scratch_directory
 from harness.seeds import seeded
 
 from irdmafs.backend.cluster.group_configs import Groups
@@ -130,12 +129,10 @@ def named_bytes(catalog: Catalog) -> dict[int, int]:
 
 
 @pytest.fixture
-def world() -> Iterator[World]:
-    directory = scratch_directory()
-    world = World(Files(f"{directory}/store"))
+def world(memory: Path) -> Iterator[World]:
+    world = World(Files(f"{memory}/store"))
     yield world
     world.files.close()
-    shutil.rmtree(directory)
 
 
 def one_stripe(seed: int = 0) -> Layout:

@@ -25,7 +25,6 @@ from harness.differential.command import (
     programs,
     saved,
     shrink,
-    tmpfs_directory,
 )
 from harness.differential.differences import REFUSED, Leniency
 from harness.differential.hosts import LEFT_OUT
@@ -36,6 +35,7 @@ from harness.mountpoint import Mount
 from harness.network import CommandFailed
 from harness.network import run as run_checked
 from harness.processes import TakeProcess
+from harness.scratch import scratch
 
 SESSIONS = EVERYWHERE
 PROGRAMS_AT_ONCE = 10
@@ -121,7 +121,7 @@ def test_map_without_a_descriptor_keeps_its_extent(file: Path) -> None:
 
 
 def test_two_directories_of_a_tmpfs_do_not_differ(tmpfs: Path) -> None:
-    with tmpfs_directory() as other, Pair([other], tmpfs, Leniency("plain")) as pair:
+    with scratch() as other, Pair([other], tmpfs, Leniency("plain")) as pair:
         for _, program in zip(range(PROGRAMS_AT_ONCE), programs(1, Vocabulary()), strict=False):
             pair.run(program)
         assert pair.steps > 10 * PROGRAMS_AT_ONCE

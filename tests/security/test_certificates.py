@@ -10,9 +10,9 @@ import socket
 import ssl
 import subprocess
 import sys
-import threading
 import urllib.request
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -61,33 +61,27 @@ Outcome = Identity | str | None
 
 def shake_hands(server: ssl.SSLContext, client: ssl.SSLContext) -> tuple[Outcome, Outcome]:
     """Whom the server and the client see at the other end, or why they see nobody."""
-    ours, theirs = socket.socketpair()
-    outcome: list[Outcome] = []
 
-    def serve() -> None:
-        with ours:
+    def see(context: ssl.SSLContext, end: socket.socket, serves: bool) -> Outcome:
+        with end:
             try:
-                with server.wrap_socket(ours, server_side=True) as connection:
-                    outcome.append(peer_identity(connection))
-                    connection.sendall(b"!")
+                with context.wrap_socket(end, server_side=serves) as connection:
+                    # With TLS 1.3 a client learns here that it was refused.
+                    assert serves or connection.recv(1) == b"!"
+                    seen = peer_identity(connection)
+                    if serves:
+                        connection.sendall(b"!")
+                    return seen
             except ssl.SSLError as error:
-                outcome.append(describe_tls_error(error))
+                return describe_tls_error(error)
             except OSError as error:
-                outcome.append(str(error))
+                return str(error)
 
-    thread = threading.Thread(target=serve)
-    thread.start()
-    seen: Outcome
-    with theirs:
-        try:
-            with client.wrap_socket(theirs) as connection:
-                # With TLS 1.3 a client learns here that it was refused.
-                assert connection.recv(1) == b"!"
-                seen = peer_identity(connection)
-        except ssl.SSLError as error:
-            seen = describe_tls_error(error)
-    thread.join()
-    return outcome[0], seen
+    ours, theirs = socket.socketpair()
+    with ThreadPoolExecutor(1) as thread:
+        serving = thread.submit(see, server, ours, True)
+        seen = see(client, theirs, False)
+        return serving.result(), seen
 
 
 def lenient_context(credentials: Credentials | None = None) -> ssl.SSLContext:
@@ -339,6 +333,9 @@ ETCD = '[cluster]\netcd = ["127.0.0.1:2379"]\n'
         ("[node]\nlisten = 'a:b'", "c.toml: node: listen: 'a:b' is not HOST:PORT: 'b' is no port"),
         ("[node]\nweight = 0", "c.toml: node: weight must be more than 0"),
         ("[mount]\nsmall_file = '2M'", "c.toml: mount: small_file must be at most 1M, not 2M"),
+        ("[mount]\ntimeout = '0.5'", "c.toml: mount: timeout must be"),
+        ("[mount]\ntimeout = '2d'", "c.toml: mount: timeout must be"),
+        ("[mount]\ntimeout = 'soon'", "c.toml: mount.timeout: 'soon' is not a duration"),
         ("[mount]\nfollow = ['a/../b']", "'a/../b' is not a path within the filesystem"),
         (
             "[mount]\nmetrics_port = 70000",

@@ -100,13 +100,17 @@ async def introduced(
     return stream
 
 
-async def receive_frame(stream: trio.SocketStream) -> bytes:
+async def receive(stream: trio.SocketStream, count: int) -> bytes:
     data = b""
-    while len(data) < 4 or len(data) < 4 + int.from_bytes(data[:4], "big"):
-        more = await stream.receive_some(1)
+    while len(data) < count:
+        more = await stream.receive_some(count - len(data))
         assert more, "the node closed the connection"
         data += more
-    return data[4:]
+    return data
+
+
+async def receive_frame(stream: trio.SocketStream) -> bytes:
+    return await receive(stream, int.from_bytes(await receive(stream, 4), "big"))
 
 
 async def is_closed(stream: trio.SocketStream) -> bool:
@@ -145,19 +149,11 @@ class DataConnection:
     async def reply(self) -> wire.Reply:
         """The next one that is not only a sign of life."""
         while True:
-            message = await self._receive(int.from_bytes(await self._receive(4), "big"))
-            self.authentication.check(message, await self._receive(CODE_BYTES))
+            message = await receive_frame(self.stream)
+            self.authentication.check(message, await receive(self.stream, CODE_BYTES))
             reply = wire.decode_reply(message)
             if reply.kind is not wire.ReplyKind.WORKING:
                 return reply
-
-    async def _receive(self, count: int) -> bytes:
-        data = b""
-        while len(data) < count:
-            more = await self.stream.receive_some(count - len(data))
-            assert more, "the node closed the connection"
-            data += more
-        return data
 
     async def aclose(self) -> None:
         await self.stream.aclose()

@@ -28,7 +28,7 @@ from harness.differential.differences import REFUSED, Leniency
 from harness.differential.hosts import LEFT_OUT, Hosts
 from harness.differential.sides import Died, Hang, Side, Value
 from harness.differential.steps import ACTORS, Program, Step, Vocabulary, parse
-from harness.scratch import scratch_directory
+from harness.scratch import scratch
 
 # These are carried out alone: more than one process goes on behind them, or another program.
 _ALONE = ("fork", "exec", "exit")
@@ -165,7 +165,7 @@ def difference(pair: Pair, program: Program) -> Difference | None:
 
 
 def shrink(program: Program, fails: Callable[[Program], Difference | None]) -> Program:
-    """Return a program, shortened, that fails as well: Zeller's ddmin, then simpler arguments."""
+    """Return a program that fails as well, without steps that it needs not, then with simpler arguments."""
     found = fails(program)
     if found is None:
         return program
@@ -176,19 +176,14 @@ def shrink(program: Program, fails: Callable[[Program], Difference | None]) -> P
 
     if not still(steps):
         steps = program.steps
-    size = max(1, len(steps) // 2)
-    while True:
+    for size in (64, 16, 4, 1, 1, 1):
         at = 0
-        removed = False
         while at < len(steps):
             shorter = steps[:at] + steps[at + size :]
             if still(shorter):
-                steps, removed = shorter, True
+                steps = shorter
             else:
                 at += size
-        if size == 1 and not removed:
-            break
-        size = max(1, size // 2)
     for at, step in enumerate(steps):
         for simpler in _simpler(step):
             shorter = [*steps[:at], simpler, *steps[at + 1 :]]
@@ -230,15 +225,6 @@ def loaded(text: str) -> Program:
     head, *lines = text.splitlines()
     actors, observed = json.loads(head)
     return Program([parse(line) for line in lines if line], actors, observed)
-
-
-@contextlib.contextmanager
-def tmpfs_directory() -> Iterator[Path]:
-    path = scratch_directory()
-    try:
-        yield path
-    finally:
-        shutil.rmtree(path, ignore_errors=True)
 
 
 @contextlib.contextmanager
@@ -312,7 +298,7 @@ def main() -> int:
         without |= LEFT_OUT
     with (
         mounts_of(given.session, given.options) as (mounts, leniency),
-        tmpfs_directory() as tmpfs,
+        scratch() as tmpfs,
         Pair(mounts, tmpfs, leniency, times="times" not in without) as pair,
     ):
         if given.replay:

@@ -21,7 +21,6 @@ import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Protocol
 
 try:
     import h5py
@@ -35,38 +34,17 @@ THINKING_MAX_S = 0.01  # so that a storm has many faults for its increments
 BUSY_S = 10
 
 
-class Counter(Protocol):
-    """`unlocking` is when the present increment's lock began to be given up, at the earliest."""
-
-    unlocking: int
-
-    def __init__(self, path: str, rng: random.Random) -> None: ...
-
-    @staticmethod
-    def make(path: Path) -> None:
-        """Make the counter, 0."""
-        ...
-
-    @staticmethod
-    def look(path: Path) -> int:
-        """Return what the counter is."""
-        ...
-
-    def add(self) -> int:
-        """Return what the counter is now. Raises OSError, and what SQLite and HDF5 raise."""
-        ...
-
-
-class Fcntl:
-    """A number in a file."""
+class Counter:
+    """A number in a file. `unlocking` is when the present increment's lock began to be given up, at the
+    earliest."""
 
     _lock: Callable[[int, int], object] = staticmethod(fcntl.lockf)
+    unlocking = 0
 
     def __init__(self, path: str, rng: random.Random) -> None:
         self._path = path
         self._rng = rng
         self._fd = -1
-        self.unlocking = 0
 
     @staticmethod
     def make(path: Path) -> None:
@@ -77,6 +55,7 @@ class Fcntl:
         return int(path.read_bytes())
 
     def add(self) -> int:
+        """Return what the counter is now. Raises OSError, and what SQLite and HDF5 raise."""
         if self._fd >= 0 and self._rng.random() < 0.05:
             self._close()
         if self._fd < 0:
@@ -110,16 +89,12 @@ class Fcntl:
             os.close(fd)
 
 
-class Flock(Fcntl):
+class Flock(Counter):
     _lock = staticmethod(fcntl.flock)
 
 
-class Sqlite:
-    def __init__(self, path: str, rng: random.Random) -> None:
-        self._path = path
-        self._rng = rng
-        self._database: sqlite3.Connection | None = None
-        self.unlocking = 0
+class Sqlite(Counter):
+    _database: sqlite3.Connection | None = None
 
     @staticmethod
     def make(path: Path) -> None:
@@ -157,11 +132,7 @@ class Sqlite:
                 database.close()
 
 
-class Hdf5:
-    def __init__(self, path: str, rng: random.Random) -> None:
-        self._path = path
-        self.unlocking = 0
-
+class Hdf5(Counter):
     @staticmethod
     def make(path: Path) -> None:
         with h5py.File(path, "w") as file:
@@ -180,7 +151,7 @@ class Hdf5:
         return number
 
 
-COUNTERS: dict[str, type[Counter]] = {"fcntl": Fcntl, "flock": Flock, "sqlite": Sqlite}
+COUNTERS: dict[str, type[Counter]] = {"fcntl": Counter, "flock": Flock, "sqlite": Sqlite}
 if h5py is not None:
     COUNTERS["hdf5"] = Hdf5
 
