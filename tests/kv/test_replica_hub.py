@@ -7,7 +7,8 @@ import threading
 from collections.abc import Coroutine, Iterator, Sequence
 from concurrent.futures import Future
 from contextlib import AsyncExitStack
-from typing import Any, NamedTuple, Self, TypeVar
+from typing import Any, Self, TypeVar
+from unittest.mock import Mock
 
 import pytest
 import trio
@@ -54,19 +55,6 @@ class Recorded:
                 self.records[key] = KeyValue(key, value, revision)
 
 
-class _Telling(NamedTuple):
-    told: list[object]
-
-    def inode_changed(self, *change: object) -> None:
-        self.told.append(change)
-
-    def name_changed(self, *change: object) -> None:
-        self.told.append(change)
-
-    def kept(self) -> None:
-        self.told.append("kept")
-
-
 async def test_loading_anew_after_lost_events_tells_exactly_what_differs(keys: EtcdKeys) -> None:
     """The last half of what happened is lost to one host, and made up for by loading everything."""
     seed = chosen_seed()
@@ -86,10 +74,9 @@ async def test_loading_anew_after_lost_events_tells_exactly_what_differs(keys: E
             mirror.expect_equal()
             assert shared.everything(behind) == shared.everything(namespace)
             # Nothing is different now.
-            told: list[object] = []
-            behind.listener = _Telling(told)
+            behind.listener = told = Mock()
             behind.tree.load([r for r in records if r.key.startswith(prefixes)], revision)
-            assert not told
+            assert not told.method_calls
 
 
 class LateWatch:

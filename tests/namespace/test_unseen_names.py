@@ -1,7 +1,10 @@
 """Names of files that their makers have not published yet, on several namespaces of one etcd."""
 
 from collections.abc import AsyncIterator
-from contextlib import AbstractContextManager, asynccontextmanager, nullcontext
+from contextlib import asynccontextmanager, nullcontext
+from types import SimpleNamespace
+from typing import Any
+from unittest.mock import AsyncMock
 
 import pytest
 import trio
@@ -10,7 +13,6 @@ from harness.etcd_server import EtcdKeys
 from harness.models.namespace import DIRECTORY, FILE, SYMLINK
 from harness.shared_namespaces import HostNamespace, Lagging, all_at_once, error_of, host
 
-from irdmafs.backend.kv import Compare, Delete, Put
 from irdmafs.backend.model.records import ContentId, MountRecord
 from irdmafs.backend.namespace import (
     RENAME_EXCHANGE,
@@ -20,7 +22,6 @@ from irdmafs.backend.namespace import (
     NewVersion,
     shared,
 )
-from irdmafs.backend.namespace.commit import Commit
 from irdmafs.backend.namespace.inode import NO_LAYOUT
 from irdmafs.backend.store.api import make_aside
 from irdmafs.inline import Detached, Rest, run
@@ -114,35 +115,14 @@ async def test_its_name_is_free_only_if_its_mount_has_ended(keys: EtcdKeys, ende
             assert await sees(here, name) == (name != b"create" or not ended)
 
 
-class AllClaimed:
-    """The claims of a mount that is alone."""
-
-    def is_ours(self, directory: int) -> bool:
-        return True
-
-    def is_exclusive(self, directory: int) -> bool:
-        return False
-
-    is_of_another = is_exclusive_elsewhere = is_exclusive
-
-    def revision(self, directory: int) -> int:
-        return 0
-
-    async def recall(self, directory: int) -> None:
-        """Return at once: there is no other."""
-
-    look = recall
-
-    def making(self, directory: int) -> list[Put]:
-        return []
-
-    def removing(self, directory: int) -> list[Delete]:
-        return []
-
-    def taking(
-        self, commit: Commit
-    ) -> AbstractContextManager[tuple[list[Compare], list[Put | Delete]]]:
-        return nullcontext(([], []))
+# The claims of a mount that is alone.
+ALL_CLAIMED: Any = SimpleNamespace(
+    is_ours=lambda directory: True, is_exclusive=lambda directory: False,
+    is_of_another=lambda directory: False, is_exclusive_elsewhere=lambda directory: False,
+    revision=lambda directory: 0, recall=AsyncMock(), look=AsyncMock(),
+    making=lambda directory: [], removing=lambda directory: [],
+    taking=lambda commit: nullcontext(([], [])),
+)  # fmt: skip
 
 
 @pytest.mark.parametrize("by", ["its first version", "a link"])
@@ -150,7 +130,7 @@ async def test_what_waits_for_a_file_that_is_being_stored_goes_on_whenever_that_
     keys: EtcdKeys, by: str
 ) -> None:
     """It leaves its caller before it waits, and does so a moment later."""
-    async with host(keys, maker=HERE, claims=AllClaimed()) as here:
+    async with host(keys, maker=HERE, claims=ALL_CLAIMED) as here:
         file = await made(here)
         async with trio.open_nursery() as nursery:
             if by == "a link":
@@ -170,7 +150,7 @@ async def test_a_claim_is_given_up_while_programs_publish_one_file_after_the_oth
 ) -> None:
     monkeypatch.setattr(shared, "_STORED_AT_ONCE", 10)
     monkeypatch.setattr(shared, "_ATTEMPTS_MAX", 5)
-    async with host(keys, maker=HERE, claims=AllClaimed()) as here, trio.open_nursery() as nursery:
+    async with host(keys, maker=HERE, claims=ALL_CLAIMED) as here, trio.open_nursery() as nursery:
         for number in range(100):
             await made(here, b"%d" % number)
         nursery.start_soon(here.committer.store, ROOT_INO)
