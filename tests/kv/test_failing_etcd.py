@@ -11,6 +11,7 @@ import os
 import random
 import select
 import socket
+import tempfile
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -199,6 +200,18 @@ def own_etcd() -> Iterator[EtcdServer]:
     """A server of this module: an alarm or a compaction reaches everybody's keys."""
     with EtcdServer() as server:
         yield server
+
+
+@pytest.fixture(scope="module")
+def tls_etcd() -> Iterator[tuple[EtcdServer, Credentials]]:
+    """A server that shows a certificate and asks for one, and a client's."""
+    with tempfile.TemporaryDirectory() as directory:
+        make_ca(directory, "of the same name")
+        issue(directory, "etcd", "etcd", ["127.0.0.1"])
+        admin = issue(directory, "admin", "admin")
+        list_revoked(directory, ())
+        with EtcdServer(credentials=Path(directory)) as server:
+            yield server, admin
 
 
 @asynccontextmanager
@@ -614,43 +627,38 @@ class TestRefusal:
             assert error.errno == errno.EACCES
             assert "user" in str(error)
 
-    async def test_of_a_certificate_of_another_authority(self, tmp_path: Any) -> None:
-        def authority(name: str) -> tuple[str, Credentials]:
-            directory = str(tmp_path / name)
-            os.mkdir(directory)
-            make_ca(directory, "of the same name")
-            return directory, issue(directory, "admin", "admin")
+    async def test_of_a_certificate_of_another_authority(
+        self, tls_etcd: tuple[EtcdServer, Credentials], tmp_path: Path
+    ) -> None:
+        server, admin = tls_etcd
+        make_ca(str(tmp_path), "of the same name")
+        stranger = issue(str(tmp_path), "admin", "admin")
+        ours: dict[str, Any] = {"ca": admin.ca, "cert": admin.cert, "key": admin.key}
 
-        (directory, admin), (_, stranger) = authority("ours"), authority("others")
-        issue(directory, "etcd", "etcd", ["127.0.0.1"])
-        list_revoked(directory, ())
-        with EtcdServer(credentials=Path(directory)) as server:
-            ours: dict[str, Any] = {"ca": admin.ca, "cert": admin.cert, "key": admin.key}
+        def engine_with(credentials: dict[str, Any]) -> EtcdEngine:
+            direct = client.DirectClient(server.endpoints, **credentials)
+            return EtcdEngine((), b"/", client=direct)
 
-            def engine_with(credentials: dict[str, Any]) -> EtcdEngine:
-                direct = client.DirectClient(server.endpoints, **credentials)
-                return EtcdEngine((), b"/", client=direct)
-
-            async with engine_with(ours) as engine:
-                large = random.randbytes(1_000_000)
-                await engine.transact((), [Put(b"a", large)])
-                found = await engine.get(b"a")
-                assert found is not None
-                assert found.value == large
-            cases: list[tuple[dict[str, Any], str]] = [
-                ({**ours, "ca": stranger.ca}, "certificate is not accepted"),
-                ({**ours, "cert": stranger.cert, "key": stranger.key}, "TLS"),
-                ({"ca": admin.ca}, "TLS"),
-            ]
-            for credentials, said in cases:
-                error = await self.refusal(engine_with(credentials))
-                assert said in str(error)
-                assert error.errno == errno.EACCES
-            error = await self.refusal(EtcdEngine(server.endpoints, b"/", timeout_s=1))
-            assert "does it want TLS" in str(error)
+        async with engine_with(ours) as engine:
+            large = random.randbytes(1_000_000)
+            await engine.transact((), [Put(b"a", large)])
+            found = await engine.get(b"a")
+            assert found is not None
+            assert found.value == large
+        cases: list[tuple[dict[str, Any], str]] = [
+            ({**ours, "ca": stranger.ca}, "certificate is not accepted"),
+            ({**ours, "cert": stranger.cert, "key": stranger.key}, "TLS"),
+            ({"ca": admin.ca}, "TLS"),
+        ]
+        for credentials, said in cases:
+            error = await self.refusal(engine_with(credentials))
+            assert said in str(error)
+            assert error.errno == errno.EACCES
+        error = await self.refusal(EtcdEngine(server.endpoints, b"/", timeout_s=1))
+        assert "does it want TLS" in str(error)
 
     async def test_of_a_certificate_is_read_when_the_connection_is_closed_already(
-        self, tmp_path: Any, monkeypatch: pytest.MonkeyPatch
+        self, tls_etcd: tuple[EtcdServer, Credentials], monkeypatch: pytest.MonkeyPatch
     ) -> None:
         class Late(socket.socket):
             """Sends after the handshake when the peer has answered, and closed the connection."""
@@ -672,15 +680,10 @@ class TestRefusal:
             late.setblocking(False)
             return late
 
-        directory = str(tmp_path)
-        make_ca(directory, "ours")
-        for role in ("admin", "etcd"):
-            issue(directory, role, role, ["127.0.0.1"] if role == "etcd" else [])
-        list_revoked(directory, ())
         monkeypatch.setattr(client, "connect", connect_late)
-        with EtcdServer(credentials=tmp_path) as server:
-            direct = client.DirectClient(server.endpoints, ca=f"{directory}/ca.pem")
-            error = await self.refusal(EtcdEngine((), b"/", client=direct))
+        server, admin = tls_etcd
+        direct = client.DirectClient(server.endpoints, ca=admin.ca)
+        error = await self.refusal(EtcdEngine((), b"/", client=direct))
         assert "TLS failed" in str(error) and error.errno == errno.EACCES
 
     def test_of_certificate_files_that_are_none(self, tmp_path: Any) -> None:
