@@ -24,12 +24,11 @@ from harness.forks import end_forking, fork_commands
 from harness.guest.kernel import cache_directory, is_at_hand
 from harness.guest_tests import GuestTests, starts_guest
 from harness.mountpoint import Mount, living
-from harness.network import run as run_checked
 from harness.processes import NOBODY, Process, TakeProcess
 from harness.programs import breakable
 from harness.roce import find_ways
 from harness.scenarios import AsOnTmpfs, outcomes
-from harness.scratch import scratch, sweep
+from harness.scratch import scratch, sweep, tmpfs_on
 from harness.tiers import Tier, running, tier_of
 from harness.training_runs import hurry
 from hypothesis import settings
@@ -234,9 +233,8 @@ def small_tmpfs(memory: Path) -> Iterator[Path]:
         pytest.skip("mounting a small tmpfs needs root")
     path = memory / "small"
     path.mkdir()
-    run_checked("mount", "-t", "tmpfs", "-o", "size=16m", "none", path)
-    yield path
-    run_checked("umount", path)
+    with tmpfs_on(path, "size=16m"):
+        yield path
 
 
 @pytest.fixture(scope="module")

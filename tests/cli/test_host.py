@@ -20,7 +20,7 @@ from harness.mount_namespaces import in_new_mount_namespace
 from harness.mountpoint import irdmafs, needs_fuse, succeeded
 from harness.network import run as run_checked
 from harness.processes import Program, has_ended
-from test_careless import config_of, mounted, shared
+from test_careless import mounted, shared
 from test_messages import place
 
 from irdmafs.cli.command import main
@@ -127,12 +127,12 @@ def test_mount_takes_a_private_store_a_directory_or_a_cluster(
     host: InstalledHost, shared: OneNodeMount
 ) -> None:
     discard = (sys.executable, "-m", "irdmafs", "umount", "--discard", host.mountpoint)
-    for source in ("none", host.store, config_of(shared)):
+    for source in ("none", host.store, shared.config):
         succeeded(host.run("mount", "-t", "fuse.irdmafs", source, host.mountpoint, "-o", "ro"))
         assert host.shown()[:2] == [str(source), "fuse.irdmafs"]
         status = host.status()
         assert (status["store"] == str(host.store)) == (source == host.store)
-        assert ("cluster" in status) == (source == config_of(shared))
+        assert ("cluster" in status) == (source == shared.config)
         assert "Read-only" in host.run("touch", host.mountpoint / "file").stderr
         host.checked("umount", host.mountpoint)
         host.run(*discard)
@@ -314,7 +314,7 @@ def test_manager_of_a_program_that_mounts_is_not_told_of_mount(place: Path, tmp_
 
 
 def test_manager_is_told_when_a_node_serves_and_ends(shared: OneNodeMount, tmp_path: Path) -> None:
-    serve = ("serve", "-f", tmp_path / "store", "--cluster", config_of(shared))
+    serve = ("serve", "-f", tmp_path / "store", "--cluster", shared.config)
     with Manager(str(tmp_path / "socket")) as manager:
         node = manager.start(*serve)
         ready, status = manager.told()

@@ -26,6 +26,7 @@ from harness.mountpoint import (
 )
 from harness.network import run as run_checked
 from harness.processes import AS_NOBODY_WHO_OPENS_ALL, Process, Program, has_ended
+from harness.scratch import tmpfs_on
 from test_commands import mounted, own
 
 from irdmafs.__main__ import _interrupts_end_silently
@@ -129,18 +130,14 @@ def test_nobody_else_may_write_to_a_store(own: Mount) -> None:
 
 
 def test_a_read_only_store_is_one_clear_line(own: Mount) -> None:
-    run_checked("mount", "-t", "tmpfs", "-o", "ro", "none", own.store)
-    try:
+    with tmpfs_on(own.store, "ro"):
         assert "its filesystem is read-only" in one_line(own.try_mount())
         done = irdmafs("mount", own.path, "--store", own.store / "below")
         assert "read-only" in one_line(done)
-    finally:
-        run_checked("umount", own.store)
 
 
 def test_a_full_store_is_one_clear_line(own: Mount) -> None:
-    run_checked("mount", "-t", "tmpfs", "-o", "size=64k", "none", own.store)
-    try:
+    with tmpfs_on(own.store, "size=64k"):
         with (
             contextlib.suppress(OSError),
             (own.store / "extents").open("wb", buffering=0) as filler,
@@ -150,8 +147,6 @@ def test_a_full_store_is_one_clear_line(own: Mount) -> None:
             line = one_line(irdmafs("mount", own.path, "--store", store))
             assert "No space left on device" in line
             assert "--store" in line
-    finally:
-        run_checked("umount", own.store)
 
 
 def test_a_place_for_stores_that_cannot_be_made_is_one_clear_line(
@@ -225,12 +220,9 @@ def test_a_command_in_a_removed_directory_says_so(tmp_path: Path, words: tuple[s
 def test_a_mount_that_has_another_below_it_names_that(mounted: Mount, tmp_path: Path) -> None:
     below = mounted.path / "below"
     below.mkdir()
-    run_checked("mount", "-t", "tmpfs", "none", below)
-    try:
+    with tmpfs_on(below):
         line = one_line(irdmafs("umount", mounted.path))
         assert f"is busy; {below} is mounted below it: unmount that first" in line
-    finally:
-        run_checked("umount", below)
 
 
 # -- other users

@@ -5,7 +5,6 @@ IRDMAFS_STEPS says how much happens in the long test of everything at random.
 
 import os
 import random
-import subprocess
 import time
 from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Callable
@@ -18,6 +17,7 @@ import trio
 import trio.testing
 from harness.closing import descriptor
 from harness.etcd_server import EtcdKeys, EtcdServer
+from harness.scratch import tmpfs_on
 from harness.seeds import chosen_seed
 from harness.store_nodes import Cluster, Node, Watcher, Writer, cluster
 
@@ -733,8 +733,7 @@ async def test_who_waits_for_an_ended_session_stops_in_order(
 async def test_node_without_room_does_not_keep_others_from_writing(
     keys: EtcdKeys, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    subprocess.run(["mount", "-t", "tmpfs", "-o", "size=1m", "tmpfs", tmp_path], check=True)
-    try:
+    with tmpfs_on(tmp_path, "size=1m"):
         async with watched(keys, 1) as (made, watcher, writer, _):
             for _ in range(16):
                 await writer.publish(random.randbytes(300_000))
@@ -746,8 +745,6 @@ async def test_node_without_room_does_not_keep_others_from_writing(
                 await writer.publish(random.randbytes(10))
             assert watcher.live == {full, *made.running}
             assert_readable(made, writer)
-    finally:
-        subprocess.run(["umount", tmp_path], check=True)
 
 
 def test_copying_keeps_to_its_rate() -> None:

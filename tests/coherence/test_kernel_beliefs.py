@@ -9,7 +9,6 @@ import contextlib
 import os
 import re
 import stat
-import subprocess
 from collections import Counter
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -21,6 +20,7 @@ from harness.clusters import Cluster, ClusterMount, Plan, counters, status_at
 from harness.daemons import paused
 from harness.mountpoint import Mount, eventually
 from harness.processes import TakeProcess
+from harness.scratch import tmpfs_on
 
 ROUNDS = 12
 # Longer than a busy machine stops a host, and yet to be waited for once.
@@ -488,13 +488,10 @@ def test_what_is_mounted_on_a_directory_stays_when_others_change_what_was_believ
     one, other = believing
     (one / "place").mkdir()
     os.stat(other / "place")
-    subprocess.run(["mount", "-t", "tmpfs", "none", other / "place"], check=True)
-    try:
+    with tmpfs_on(other / "place"):
         (one / "kept").unlink()
         eventually(lambda: not exists(other / "kept"), "the kernel asks again")
         assert os.path.ismount(other / "place")
-    finally:
-        subprocess.run(["umount", other / "place"], stderr=subprocess.DEVNULL)
 
 
 def test_a_program_in_a_directory_still_knows_where(two: list[Path], process: TakeProcess) -> None:

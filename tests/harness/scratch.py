@@ -38,6 +38,16 @@ def scratch() -> Iterator[Path]:
         shutil.rmtree(path, ignore_errors=True)
 
 
+@contextlib.contextmanager
+def tmpfs_on(path: str | Path, options: str = "rw") -> Iterator[Path]:
+    """Have a tmpfs with these mount options on a directory."""
+    run("mount", "-t", "tmpfs", "-o", options, "none", path)
+    try:
+        yield Path(path)
+    finally:
+        run("umount", path)
+
+
 def mount_points() -> list[str]:
     """Return the paths where something is mounted; asks nothing of what is mounted there."""
     return [mount.mountpoint for mount in mounts()]

@@ -35,10 +35,9 @@ from harness.mountpoint import Mount
 from harness.network import CommandFailed
 from harness.network import run as run_checked
 from harness.processes import TakeProcess
-from harness.scratch import scratch
+from harness.scratch import tmpfs_on
 
 SESSIONS = EVERYWHERE
-PROGRAMS_AT_ONCE = 10
 STEPS = 400
 SHOWN = pytest.mark.kernel_session("the kernel session shows it")
 OFD_GETLK = 36
@@ -120,26 +119,18 @@ def test_map_without_a_descriptor_keeps_its_extent(file: Path) -> None:
     _libc.munmap(address, mmap.PAGESIZE)
 
 
-def test_two_directories_of_a_tmpfs_do_not_differ(tmpfs: Path) -> None:
-    with scratch() as other, Pair([other], tmpfs, Leniency("plain")) as pair:
-        for _, program in zip(range(PROGRAMS_AT_ONCE), programs(1, Vocabulary()), strict=False):
-            pair.run(program)
-        assert pair.steps > 10 * PROGRAMS_AT_ONCE
-
-
 def test_a_difference_is_found_and_shrunk_to_few_steps(tmpfs: Path, tmp_path: Path) -> None:
     """A tmpfs that is full after 64 KiB is the one that differs."""
-    run_checked("mount", "-t", "tmpfs", "-o", "size=64k", "none", tmp_path)
-    try:
-        with Pair([tmp_path], tmpfs, Leniency("plain"), times=False) as pair:
-            for program in programs(1, Vocabulary(frozenset({"fork", "exec"}))):
-                if difference(pair, program):
-                    break
-            short = shrink(program, lambda shorter: difference(pair, shorter))
-            with pytest.raises(Difference, match=r"ENOSPC|size|65536"):
-                pair.run(short)
-    finally:
-        run_checked("umount", "-l", tmp_path)
+    with (
+        tmpfs_on(tmp_path, "size=64k"),
+        Pair([tmp_path], tmpfs, Leniency("plain"), times=False) as pair,
+    ):
+        for program in programs(1, Vocabulary(frozenset({"fork", "exec"}))):
+            if difference(pair, program):
+                break
+        short = shrink(program, lambda shorter: difference(pair, shorter))
+        with pytest.raises(Difference, match=r"ENOSPC|size|65536"):
+            pair.run(short)
     assert len(short.steps) <= 4
 
 

@@ -2,7 +2,6 @@
 
 import os
 import signal
-import subprocess
 from pathlib import Path
 
 import pytest
@@ -11,6 +10,7 @@ from harness.cluster_mount import CLUSTER
 from harness.patterns import pattern
 from harness.processes import Process, TakeProcess
 from harness.scenarios import AsOnTmpfs
+from harness.scratch import tmpfs_on
 
 SESSIONS = EVERYWHERE
 
@@ -115,8 +115,7 @@ def test_filesystem_on_a_directory_stays_when_a_file_with_two_names_is_published
 ) -> None:
     below = folder / "below"
     below.mkdir()
-    subprocess.run(["mount", "-t", "tmpfs", "tmpfs", below], check=True)
-    try:
+    with tmpfs_on(below):
         (below / "inside").touch()
         write(folder / "file", 1, 64 * 1024)
         os.link(folder / "file", folder / "name")
@@ -124,8 +123,6 @@ def test_filesystem_on_a_directory_stays_when_a_file_with_two_names_is_published
             process().do(REPUBLISH["truncate"], file=str(folder / "file"), version=version, size=9)
             assert os.stat(folder / "name").st_size == 9
             assert os.listdir(below) == ["inside"]
-    finally:
-        subprocess.run(["umount", "-l", below], check=False)
 
 
 @pytest.mark.parametrize("size", SIZES)
