@@ -35,7 +35,7 @@ def scratch() -> Iterator[Path]:
     try:
         yield path
     finally:
-        shutil.rmtree(path, ignore_errors=True)
+        shutil.rmtree(path)
 
 
 @contextlib.contextmanager
