@@ -9,7 +9,7 @@ The decisions are irdmafs.train.plan's, not copies of them. `Rules` names what t
 one away must lead to a push that counts twice, or never, or to a version made from two plans.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from functools import cache
 from typing import NamedTuple
 
@@ -21,11 +21,13 @@ from irdmafs.train.plan import Push, first_plan, next_plan, pending
 
 
 class Key(NamedTuple):
-    """A push: its worker and its step, and which process of that name made it."""
+    """A push: its worker and its step, which process of that name made it, and the step that its file was
+    made for, where pushes are written into the files of others."""
 
     worker: str
     step: int
     by: int = 0
+    file: int = 0
 
     @property
     def path(self) -> str:
@@ -43,6 +45,9 @@ class Rules(NamedTuple):
     joining_lists_pushes_after_removing: bool = True
     joining_reads_clocks_after_listing: bool = True
     sums_ahead_are_of_the_planned_files: bool = True
+    writes_anew_only_what_counted: bool = True
+    leaves_the_last_one_to_who_takes_part: bool = True
+    looks_again_when_the_worker_has_ended: bool = True
 
 
 class Bounds(NamedTuple):
@@ -50,7 +55,8 @@ class Bounds(NamedTuple):
     versions. `again`: a worker that does not know that its push was acknowledged may push it again.
     `removals`: pushes that somebody removes who should not. `replaced`: the first worker may be stopped
     for a while, and another process takes its place. `ahead`: reducers sum what is staged before there is
-    a plan."""
+    a plan. `anew`: as in small runs, workers write pushes into the file of their last one, and coordinators
+    remove files by their names; a worker ends with its last push."""
 
     workers: int = 2
     steps: int = 1
@@ -62,6 +68,7 @@ class Bounds(NamedTuple):
     removals: int = 0
     replaced: bool = False
     ahead: bool = False
+    anew: bool = False
 
 
 class Made(NamedTuple):
@@ -140,10 +147,12 @@ class Model(Machine[State]):
                 workers = with_item(after.replaced, number, then)
                 yield f"process {number} of worker 0 {label}", after._replace(replaced=workers)
         for number in range(self._bounds.replaced, self._bounds.workers):
-            done = sum(key.worker == f"w{number}" for key in state.acknowledged)
+            done = self._done(state, f"w{number}")
             if done < self._bounds.steps:
-                key = Key(f"w{number}", done + 1)
-                acknowledged, present = state.acknowledged | {key}, state.present | {key}
+                key, there = Key(f"w{number}", done + 1), state.present
+                if self._bounds.anew:
+                    key, there = self._anew(state, key)
+                acknowledged, present = state.acknowledged | {key}, there | {key}
                 after = state._replace(acknowledged=acknowledged, present=present)
                 yield f"worker {number} pushes {done + 1}", after
         if self._bounds.again:
@@ -163,6 +172,22 @@ class Model(Machine[State]):
             for label, after, now in self._reduce(state, process, shard):
                 processes = with_item(after.reducers, number, now)
                 yield f"reducer {number} {label}", after._replace(reducers=processes)
+
+    def _done(self, state: State, worker: str) -> int:
+        return sum(key.worker == worker for key in state.acknowledged)
+
+    def _anew(self, state: State, key: Key) -> tuple[Key, frozenset[Key]]:
+        """Return a push in the file that it is written into, and the other pushes that are there."""
+        clock = dict(state.versions[-1][1].clocks).get(key.worker, 0)
+        file = key.step
+        if key.step > 1 and (
+            clock >= key.step - 1 or not self._rules.writes_anew_only_what_counted
+        ):
+            file = next(
+                one.file for one in state.acknowledged if one[:2] == (key.worker, key.step - 1)
+            )
+        key = key._replace(file=file)
+        return key, _without_files(state.present, [key])
 
     # -- a worker that is replaced -----------------------------------------------------------------
 
@@ -198,6 +223,24 @@ class Model(Machine[State]):
         if me.phase == "idle":
             newest = max(versions)
             yield f"sees version {newest}", state, Process("tidies", newest)
+        elif me.phase == "tidies" and self._bounds.anew:
+            yield (
+                "lists pushes",
+                state,
+                me._replace(phase="asks", read=tuple(sorted(state.present))),
+            )
+        elif me.phase == "asks":
+            clocks = dict(versions[me.newest].clocks)
+            read = tuple(key for key in me.read if self._is_done_with(state, key, clocks))
+            yield "asks who takes part", state, me._replace(phase="looks again", read=read)
+        elif me.phase == "looks again":
+            read = me.read
+            if self._rules.looks_again_when_the_worker_has_ended:
+                read = tuple(key for key in read if key in state.present)
+            yield "looks again", state, me._replace(phase="removes", read=read)
+        elif me.phase == "removes":
+            after = state._replace(present=_without_files(state.present, me.read))
+            yield "removes files", after, me._replace(phase="looks", read=())
         elif me.phase == "tidies":
             gone = {*versions[me.newest].pushes, *versions[me.newest].skipped}
             if not self._rules.tidies_only_what_counted:
@@ -228,6 +271,11 @@ class Model(Machine[State]):
             yield from self._commit(state, me)
         elif me.phase == "tries again":
             yield from self._try_again(state, me)
+
+    def _is_done_with(self, state: State, key: Key, clocks: dict[str, int]) -> bool:
+        if key.step == clocks.get(key.worker) and self._rules.leaves_the_last_one_to_who_takes_part:
+            return self._done(state, key.worker) == self._bounds.steps
+        return key.step <= clocks.get(key.worker, 0)
 
     def _as_planned(
         self, clocks: tuple[tuple[str, int], ...], present: frozenset[Key]
@@ -388,7 +436,8 @@ class Model(Machine[State]):
         def seen(one: Process) -> Process:
             if has_tidied and one == Process("tidies", newest):
                 return Process("looks", newest)
-            return one if one.newest == newest or one.phase == "tidies" else Process()
+            tidies = one.phase in ("tidies", "asks", "looks again", "removes")
+            return one if one.newest == newest or tidies else Process()
 
         return state._replace(
             coordinators=tuple(map(seen, state.coordinators)),
@@ -402,6 +451,11 @@ class Model(Machine[State]):
         groups = [sorted(state.reducers[shard::shards]) for shard in range(shards)]
         reducers = tuple(group[turn] for turn in range(self._bounds.reducers) for group in groups)
         return state._replace(coordinators=tuple(sorted(state.coordinators)), reducers=reducers)
+
+
+def _without_files(present: frozenset[Key], keys: Iterable[Key]) -> frozenset[Key]:
+    files = {(key.worker, key.file) for key in keys}
+    return frozenset(key for key in present if (key.worker, key.file) not in files)
 
 
 def _making(state: State, number: int) -> tuple[int, Made] | None:
@@ -427,6 +481,8 @@ KEPT = {
         workers=1, steps=2, coordinators=1, replaced=True, ahead=True
     ),
     "sums ahead, of a push that is removed": Bounds(removals=1, sync="bsp", ahead=True),
+    "pushes written anew": Bounds(workers=1, steps=3, anew=True),
+    "pushes written anew beside another's": Bounds(steps=2, coordinators=1, anew=True),
 }
 NEEDED = {
     "plan_is_made_once": Bounds(),
@@ -441,4 +497,7 @@ NEEDED = {
     "sums_ahead_are_of_the_planned_files": Bounds(
         workers=1, coordinators=1, replaced=True, ahead=True
     ),
+    "writes_anew_only_what_counted": Bounds(workers=1, steps=2, coordinators=1, anew=True),
+    "leaves_the_last_one_to_who_takes_part": Bounds(workers=1, steps=3, anew=True),
+    "looks_again_when_the_worker_has_ended": Bounds(workers=1, steps=2, anew=True),
 }
