@@ -29,14 +29,15 @@ from .directory import (
     remove_aside,
     replace,
 )
-from .errors import Refused, invalid
+from .errors import BadPush, Refused, invalid
 from .layout import in_turns
 from .liveness import WatchedLock, is_locked
 from .models import add_kept_files, assemble
-from .part import Part
+from .part import Alone
 from .plan import Plan, Push, next_plan, without
+from .shard_files import ShardFile
 from .status import complaints, note_refusal, one_line, text_of
-from .trees import NOTHING, Folder, Seen, Trees, look, seen
+from .trees import Folder, Seen, Trees, look, seen
 
 log = logging.getLogger(__name__)
 
@@ -62,11 +63,11 @@ class _Worker(NamedTuple):
 class Coordinator:
     """Plans versions from the pushes that are there, commits versions that are made, and tidies."""
 
-    def __init__(self, train: TrainDirectory, trees: Trees, part: Part | None = None) -> None:
-        """`part`: the only one of a small run, of which the coordinator makes each version by itself."""
+    def __init__(self, train: TrainDirectory, trees: Trees, alone: Alone | None = None) -> None:
+        """`alone`: of a small run, of which the coordinator makes each version by itself."""
         self._train = train
         self._trees = trees
-        self._part = part
+        self._alone = alone
         # The text of the file `status`, and when it was looked at.
         self._shown, self._shown_s = "", 0.0
         # The pushes that were read, and those that were refused by this configuration, by their names in
@@ -74,8 +75,9 @@ class Coordinator:
         self._config: TrainConfig | None = None
         self._pushes: dict[str, Push] = {}
         self._bad: dict[str, Seen] = {}
-        # The files of pushes when they were read.
+        # The files of pushes when they were read, and in a small run these files, opened.
         self._files: dict[str, Seen | None] = {}
+        self._opened: dict[str, ShardFile] = {}
         # When names in push/ were looked at last.
         self._looks: dict[str, int] = {}
         self._members: set[str] = set()
@@ -112,43 +114,26 @@ class Coordinator:
             self._show_status(config, newest, found)
             names = {*self._trees.look(self._train.push).names}
             return bool(names - self._looks.keys() - self._pushes.keys())
-        if self._part is not None:
-            return self._make(self._part, config, plan)
+        if self._alone is not None:
+            return self._make(self._alone, plan)
         self._write_plan(self._train.next / str(plan.version), plan)
         return True
 
-    def _make(self, part: Part, config: TrainConfig, plan: Plan) -> bool:
+    def _make(self, alone: Alone, plan: Plan) -> bool:
         """Make a version of a small run; return False if a push has gone, or the version before. A bad push
-        counts with weight 0."""
-        target = part.home / str(plan.version)
-        bad = {"": ""}
-        while bad:
-            self._prepare(target)
-            if not part.make(target, plan):
+        counts with weight 0. Raises OSError."""
+        while True:
+            try:
+                alone.make(plan, self._opened)
+            except BadPush as bad:
+                self._refuse(bad.path, invalid(bad.reason), counts=True)
+                plan = without(plan, {bad.path})
+            except (FileExistsError, FileNotFoundError) as error:
+                log.info("%s: version %d is left: %s", self._train.models, plan.version, error)
                 return False
-            there = look(target)
-            bad = complaints(target, there.names)
-            for path, reason in bad.items():
-                self._refuse(path, invalid(reason), counts=True)
-            plan = without(plan, bad)
-        replace(target / PLAN, msgspec.json.encode(plan))
-        return self._publish(config, target, plan, there)
-
-    def _prepare(self, target: Path) -> None:
-        """Leave in the directory of a new version of a small run, maybe that of a removed one, only what is
-        written anew. Raises OSError."""
-        try:
-            there = look(target)
-        except FileNotFoundError:
-            target.mkdir()
-            there = NOTHING
-        # Nothing is written where a link leads; other names of a file keep its content.
-        layout = self._train.layout
-        ours = {PLAN, *layout.files} & there.files.keys() - {*there.linked}
-        ours |= (layout.parts.keys() & there.folders.keys()) | {*self._kept}
-        for name in {*there.names} - ours:
-            remove(target / name)
-        add_kept_files(self._train, {*self._kept} - {*there.names}, target)
+            else:
+                self._opened.clear()
+                return True
 
     def _show_status(self, config: TrainConfig, newest: Plan, found: Sequence[Push]) -> None:
         """Write the file `status` anew, now and then, if it has something else to show. Raises OSError."""
@@ -208,6 +193,7 @@ class Coordinator:
         for name in [*self._pushes]:
             if self._files.get(name) != there.files.get(name):
                 del self._pushes[name]
+                self._looks.pop(name, None)
         if config != self._config:
             self._config = config
             self._bad.clear()
@@ -215,15 +201,13 @@ class Coordinator:
         until_s = time.monotonic() + _READ_S
         for name in self._in_turns(names - self._pushes.keys(), newest):
             self._looks[name] = time.monotonic_ns()
-            push = self._look_at(config, newest, name, there.folders.get(name))
+            push = self._look_at(config, newest, name, there)
             if push is not None:
                 self._pushes[name], self._files[name] = push, there.files.get(name)
             if time.monotonic() > until_s:
                 break
         for push in list(self._pushes.values()):
-            # A worker that takes part writes its next push into the files of its last one.
-            is_last = push.step == newest.clocks.get(push.worker) and push.worker in self._members
-            if _is_past(push, newest) and not is_last:
+            if _is_past(push, newest) and not self._is_written_anew(push, newest):
                 del self._pushes[push.path]
                 self._train.put_aside(self._train.push / push.path)
                 self._litter = None
@@ -233,6 +217,17 @@ class Coordinator:
             steps[push.worker] += 1
             self._settle(push, steps[push.worker])
         return list(self._pushes.values())
+
+    def _is_written_anew(self, push: Push, newest: Plan) -> bool:
+        """Return whether a worker writes its next push, or has just written it, where one is that has
+        counted: its last one. A worker that has lost its lock writes no more."""
+        worker, file = push.worker, self._files.get(push.path)
+        if push.step == newest.clocks[worker] and (
+            worker in self._members or is_locked(self._train.workers / worker)
+        ):
+            return True
+        look = self._trees.look_again
+        return file is not None and look(self._train.push).files.get(push.path) != file
 
     def _in_turns(self, names: Iterable[str], newest: Plan) -> Iterator[str]:
         """Return names in the order in which to look at them: those that were never looked at
@@ -256,16 +251,16 @@ class Coordinator:
             return
         self._pushes[path] = push._replace(step=step, path=path)
 
-    def _look_at(
-        self, config: TrainConfig, newest: Plan, name: str, folder: Folder | None
-    ) -> Push | None:
+    def _look_at(self, config: TrainConfig, newest: Plan, name: str, there: Folder) -> Push | None:
+        folder = there.folders.get(name)
         try:
-            path = self._train.push / name
-            now = seen(look_up(os.lstat, path)) if folder is None else Seen(folder.ino, 0, 0)
+            known = there.files.get(name) if folder is None else Seen(folder.ino, 0, 0)
+            now = known or seen(look_up(os.lstat, self._train.push / name))
             if name.startswith(".") or self._bad.get(name) == now:
                 return None
             finite = config.nonfinite == "refuse"
-            push = pushes.inspect(self._train, name, folder, finite=finite)
+            opened = None if self._alone is None else self._opened
+            push = pushes.inspect(self._train, name, there, finite=finite, opened=opened)
             if push is not None and not _is_past(push, newest):
                 pushes.check_turn(self._train, config, newest, push)
             return push
@@ -325,10 +320,6 @@ class Coordinator:
         there = self._trees.look(self._train.next).folder(target.name)
         if not self._train.layout.parts.keys() <= there.folders.keys():
             return False
-        return self._publish(config, target, plan, there)
-
-    def _publish(self, config: TrainConfig, target: Path, plan: Plan, there: Folder) -> bool:
-        """Publish a version whose shards are made; return True. `there`: what is in its directory."""
         is_whole = bool(config.whole_every) and plan.version % config.whole_every == 0
         if is_whole:
             assemble(self._train, plan.version, target, there)
@@ -357,9 +348,9 @@ class Coordinator:
         """Put a version aside, whole, and give its parts to the reducers that make them, which write into
         the same files those of the version after the next: they may have begun the next one. In a small run
         all of it becomes the next version."""
-        if self._part is not None:
+        if self._alone is not None:
             with contextlib.suppress(FileExistsError, FileNotFoundError):
-                move(version, self._part.home / str(newest + 1))
+                move(version, self._alone.home / str(newest + 1))
                 return
         gone = self._train.put_aside(version)
         if gone is not None:

@@ -9,13 +9,14 @@ import re
 import secrets
 import shutil
 import stat
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import TypeVar
 
 import msgspec
 
-from ..client import _files
+from ..client import FormatError, _files
+from ..client._safetensors import HEADER_MAX_BYTES, Header, header_text, parse_header
 from .config import TrainConfig
 from .errors import TrainError
 from .layout import ModelLayout, Shard
@@ -41,7 +42,7 @@ NORM, COMPLAINT = "version.norm.", "version.bad."
 NOT_KEPT = (".", NORM, COMPLAINT)
 # In the metadata of a file with parameters or state: the number of the version that it is of.
 VERSION = "version"
-# The directories of a part of a version, which have a file for each shard.
+# The directories of a part of a version, with a file for each shard. A small run has no PARAMS.
 PARAMS, STATE = "params", "state"
 # The end of a worker or a reducer is no event: their locks are looked at this often.
 LOOK_S = 1.0
@@ -72,7 +73,7 @@ class TrainDirectory:
 
     def reopen(self) -> None:
         """Open the directories anew, as their mount may have been. Raises OSError."""
-        self._opened: dict[str, Directory] = {}
+        self.opened: dict[str, Directory] = {}
         # The directories of pushes and parts that this process keeps open.
         self.directories = Directories()
         self._config: tuple[Seen, TrainConfig] | None = None
@@ -103,8 +104,8 @@ class TrainDirectory:
         if self._keeps_open:
             # If the directory is not there, its first use raises an error that names it.
             with contextlib.suppress(OSError):
-                self._opened[name] = Directory(self.path / name)
-                return self._opened[name].path
+                self.opened[name] = Directory(self.path / name)
+                return self.opened[name].path
         return self.path / name
 
     @contextlib.contextmanager
@@ -121,7 +122,7 @@ class TrainDirectory:
 
     def shown(self, text: str) -> str:
         """Return a text in which files have their paths in the directory."""
-        names = {str(opened.fd): name for name, opened in self._opened.items()}
+        names = {str(opened.fd): name for name, opened in self.opened.items()}
 
         def known(found: re.Match[str]) -> str:
             name = names.get(found[1])
@@ -161,7 +162,7 @@ class TrainDirectory:
         """Return what layout.json holds, which never changes. Raises OSError and TrainError."""
         if self._layout is None:
             with self._having_begun():
-                self._layout = _decode(self.layout_path, ModelLayout)
+                self._layout = _decode(self.layout_path, ModelLayout, read_small)
         return self._layout
 
     @contextlib.contextmanager
@@ -185,14 +186,22 @@ class TrainDirectory:
 
     def plan_of(self, number: int) -> Plan:
         """Read the plan that a version was made by. Raises FileNotFoundError."""
-        return self._plan(self.version(number), self._versions.folder(str(number)))
+        plan = self._plan(self.version(number), self._versions.folder(str(number)))
+        if plan.version != number:
+            # Its directory was taken away while the file was looked up.
+            raise FileNotFoundError(errno.ENOENT, "Gone", os.fspath(self.version(number)))
+        return plan
 
     def _plan(self, directory: Path, there: Folder) -> Plan:
         """Read the plan in a directory, unless it was read elsewhere. `there`: what the directory has."""
-        path, file = directory / PLAN, there.files.get(PLAN)
+        is_small = self.layout.is_small
+        name = self.layout.shards[0].name if is_small else PLAN
+        path, file = directory / name, there.files.get(name)
         plan = self._plans.get(file) if file is not None else None
         if plan is None:
-            plan = _decode(path, Plan)
+            if is_small:
+                path = self.directories.get(there.ino, directory).path / name
+            plan = _decode(path, Plan, _told_plan if is_small else read_small)
             if file is not None:
                 self._plans[file] = plan
             if len(self._plans) > _PLANS_KEPT:
@@ -238,6 +247,12 @@ class TrainDirectory:
         """Return what is in a version. Raises FileNotFoundError if it is gone."""
         known = self._versions.folders.get(str(number))
         return look(self.version(number)) if known is None else known
+
+    def directory(self, number: int, shard: Shard, kind: str = PARAMS) -> Directory:
+        """Return the directory of a version with a shard's parameters, or state. Raises OSError."""
+        kind = kind if shard.part or kind == STATE else ""
+        ino = self.in_version(number).folder(shard.part, kind).ino
+        return self.directories.get(ino, self.version(number) / shard.part / kind)
 
     def making(self, version: int, below: Folder) -> tuple[Path, Plan] | None:
         """Return the directory in next/ where a version is being made, and its plan: of its attempts, of
@@ -290,12 +305,24 @@ class TrainDirectory:
         return path
 
 
-def _decode(path: Path, kind: type[T]) -> T:
-    """Return what a file in JSON holds. Raises TrainError, and as read_small() does."""
+def _decode(path: Path, kind: type[T], read: Callable[[Path], bytes | str]) -> T:
+    """Return what `read` says of a file, in JSON. Raises TrainError, and as that does."""
     try:
-        return msgspec.json.decode(read_small(path), type=kind)
-    except msgspec.MsgspecError as error:
+        return msgspec.json.decode(read(path), type=kind)
+    except (FormatError, msgspec.MsgspecError) as error:
         raise TrainError(f"{path}: {error}") from None
+
+
+def _told_plan(path: Path) -> str:
+    """Return the plan that the parameters of a small run tell, in JSON. Raises FormatError and OSError."""
+    with _files.open_to_read(os.fspath(path), os.O_NOFOLLOW) as (fd, status):
+        return read_header(os.fspath(path), fd, status.st_size).metadata.get(PLAN, "")
+
+
+def read_header(path: str, fd: int, size: int, most: int = HEADER_MAX_BYTES) -> Header:
+    """Read the header of an open .safetensors file, of `most` bytes at most. Raises FormatError."""
+    text = header_text(path, lambda count: _files.read_at(fd, count, 0), size, most)
+    return parse_header(path, text, size)
 
 
 def read_small(path: Path) -> bytes:
@@ -410,4 +437,4 @@ def make_part(path: Path) -> None:
 
 def params_of(version: Path, shard: Shard) -> Path:
     """Return the file with the parameters of a shard of a version."""
-    return version / shard.part / PARAMS / shard.name
+    return version / shard.part / (PARAMS if shard.part else "") / shard.name

@@ -64,7 +64,8 @@ class Slice(NamedTuple):
 
 
 class Shard(NamedTuple):
-    """A piece of all parameters. `size`: its number of elements. `part`: the part of the work it is in."""
+    """A piece of all parameters. `size`: its number of elements. `part`: the part of the work it is in; ""
+    in a small run, whose only shard is the model's file."""
 
     name: str
     slices: tuple[Slice, ...]
@@ -79,16 +80,18 @@ class Shard(NamedTuple):
 
 class ModelLayout(msgspec.Struct, frozen=True, dict=True):
     """The contents of layout.json: the parameters in canonical order, the names of the shards, and the
-    number of parts: every so many shards are of the same part; `indices`: names of files that say which
-    parameter is in which file; `is_small`: it costs less to move all of it than to agree on pieces, so a
-    push has one file, as has a pull, and the coordinator makes the only part. What follows from them is
-    computed once."""
+    number of parts: every so many shards are of the same part, 0 in a small run; `indices`: names of files
+    that say which parameter is in which file. What follows from them is computed once."""
 
     parameters: tuple[Parameter, ...]
     shard_names: tuple[str, ...]
     part_count: int
     indices: tuple[str, ...] = ()
-    is_small: bool = False
+
+    @property
+    def is_small(self) -> bool:
+        """Return whether pushes, and parameters, are one file each: to agree on pieces would cost more."""
+        return not self.part_count
 
     @cached_property
     def files(self) -> tuple[str, ...]:
@@ -111,29 +114,14 @@ class ModelLayout(msgspec.Struct, frozen=True, dict=True):
         return (1 << 20) + sum(1024 + 16 * len(parameter.name) for parameter in self.parameters)
 
     @cached_property
-    def locked(self) -> tuple[str, ...]:
-        """Return the parts that have a lock: reducers take each for itself."""
-        return () if self.is_small else (*self.parts,)
-
-    @cached_property
     def shards(self) -> tuple[Shard, ...]:
         return cut(self.parameters, self.shard_names, self.part_count)
 
     @cached_property
-    def whole(self) -> Shard:
-        """Return all parameters as one shard, with the name of the model's file."""
-        return cut(self.parameters, self.files[:1], 1)[0]
-
-    @cached_property
-    def pushed(self) -> tuple[Shard, ...]:
-        """Return the shards that a push has files of."""
-        return (self.whole,) if self.is_small else self.shards
-
-    @cached_property
     def parts(self) -> dict[str, tuple[Shard, ...]]:
-        """Return the shards of each part, in their order."""
+        """Return the shards of each part, in their order. Reducers take each part for itself."""
         found: dict[str, tuple[Shard, ...]] = {}
-        for shard in self.shards:
+        for shard in self.shards if self.part_count else ():
             found[shard.part] = (*found.get(shard.part, ()), shard)
         return found
 
@@ -151,7 +139,7 @@ def _scales_names(parameters: Iterable[Parameter]) -> dict[str, str]:
 
 
 def cut(parameters: Sequence[Parameter], names: Sequence[str], parts: int) -> tuple[Shard, ...]:
-    """Return the shards: consecutive elements, as many in each as the alignment allows."""
+    """Return the shards: consecutive elements, as many in each as alignment allows; no parts: small run."""
     total = sum(parameter.size for parameter in parameters)
     shards = []
     scales = _scales_names(parameters)
@@ -176,7 +164,7 @@ def cut(parameters: Sequence[Parameter], names: Sequence[str], parts: int) -> tu
             slices.append(Slice(parameter, start, parameter.size, at, scaled))
             at += left
             index, start = index + 1, 0
-        shards.append(Shard(name, tuple(slices), at, str((number - 1) % parts)))
+        shards.append(Shard(name, tuple(slices), at, str((number - 1) % parts) if parts else ""))
         before += at
     return tuple(shards)
 

@@ -14,7 +14,6 @@ import errno
 import os
 import shutil
 from collections.abc import Iterable
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +30,7 @@ from .directory import (
     NOT_KEPT,
     PARAMS,
     PLAN,
+    STATE,
     TrainDirectory,
     hidden,
     make_new,
@@ -44,7 +44,6 @@ from .layout import ModelLayout, Parameter, Shard, canonical
 from .placement import shard_names
 from .plan import first_plan
 from .reduction import first_state
-from .rules import make_rule
 from .shard_files import ShardFile, gather
 from .status import how_to_reduce
 from .trees import Folder, look
@@ -70,15 +69,21 @@ def assemble(train: TrainDirectory, number: int, version: Path, there: Folder) -
     OSError."""
     layout = train.layout
     files, shards = layout.files, layout.shards
-    if len(files) == len(shards) == 1 and not layout.is_small:
+    if len(files) == len(shards) == 1:
         with contextlib.suppress(FileExistsError):
             os.link(params_of(version, shards[0]), version / files[0])
     else:
-        values = gather(layout, shards, partial(_open_shard, train, number, version, there))
+
+        def open_shard(shard: Shard) -> ShardFile:
+            ino = there.folder(shard.part, PARAMS).ino
+            folder = train.directories.get(ino, params_of(version, shard).parent)
+            return ShardFile(shard.name, folder, version=number)
+
+        values = gather(layout, shards, open_shard)
         for file in files:
             tensors = {one.name: values[one.name] for one in layout.parameters if one.file == file}
             contents = list(encode(tensors, {"format": "pt"}))
-            _replace(version / file, contents, is_new=file not in there.names)
+            _replace(version / file, contents)
     for name in layout.indices:
         index = _parse_index(train.kept_files / name)
         file_of = index[_WEIGHT_MAP]
@@ -86,16 +91,8 @@ def assemble(train: TrainDirectory, number: int, version: Path, there: Folder) -
         _replace(version / shown(name), [memoryview(msgspec.json.encode(index))])
 
 
-def _open_shard(
-    train: TrainDirectory, number: int, version: Path, there: Folder, shard: Shard
-) -> ShardFile:
-    ino = there.folder(shard.part, PARAMS).ino
-    folder = train.directories.get(ino, params_of(version, shard).parent)
-    return ShardFile(shard.name, folder, version=number)
-
-
-def _replace(path: Path, contents: list[memoryview], *, is_new: bool = True) -> None:
-    if is_new and sum(map(len, contents)) <= _COPIED_MAX_BYTES:
+def _replace(path: Path, contents: list[memoryview]) -> None:
+    if sum(map(len, contents)) <= _COPIED_MAX_BYTES:
         with contextlib.suppress(FileExistsError):
             make_new(path, contents)
             return
@@ -119,7 +116,7 @@ def _parse_index(path: Path) -> dict[str, Any]:
 def keep_files(train: TrainDirectory) -> list[str]:
     """Copy other files of the models' directory for all versions; return their names. Raises OSError."""
     layout = train.layout
-    ours = {PLAN, *layout.parts, *map(shown, layout.indices)}
+    ours = {PLAN, STATE, *layout.parts, *map(shown, layout.indices)}
     kept = [
         path
         for path in sorted(train.models.iterdir())
@@ -219,22 +216,25 @@ def _make(
     os.setxattr(train.since, _AWAITS, os.fsencode(train.versions.name))
     parameters = canonical(parameter for parameter, _ in values.values())
     size = sum(parameter.size * parameter.type.itemsize for parameter in parameters)
-    names, parts, is_small = shard_names(train.path, shards, size)
-    # A version becomes another one: a program whose working directory it is must not mix files of both.
-    is_small = is_small and not indices and len({one.file for one in parameters}) == 1
-    layout = ModelLayout(parameters, tuple(names), parts, indices, is_small)
+    names, parts = shard_names(train.path, shards, size)
+    files = {one.file for one in parameters}
+    if not parts:
+        # One file is published in one transaction.
+        names, parts = ([*files], 0) if len(files) == 1 and not indices else (names, 1)
+    layout = ModelLayout(parameters, tuple(names), parts, indices)
     train.layout_path.write_bytes(msgspec.json.encode(layout))
     first = train.next / "0"
     first.mkdir()
     add_kept_files(train, keep_files(train), first)
     for part in layout.parts:
         make_part(first / part)
-    rule = make_rule(config.rule, config.options)
+    plan = first_plan(config)
     arrays = {name: array for name, (_, array) in values.items()}
     for shard in layout.shards:
-        first_state(first / shard.part, shard, arrays, rule)
-    (first / PLAN).write_bytes(msgspec.json.encode(first_plan(config)))
-    assemble(train, 0, first, look(first))
+        first_state(first, shard, arrays, plan)
+    if not layout.is_small:
+        (first / PLAN).write_bytes(msgspec.json.encode(plan))
+        assemble(train, 0, first, look(first))
     os.rename(first, train.version(0))
     train.status.write_text(f"version   0\nwaits for a reducer: {how_to_reduce(train)}\n")
     train.config_path.write_text(config.toml())

@@ -33,21 +33,21 @@ class OpenPush:
         self,
         train: TrainDirectory,
         shards: Sequence[Shard],
-        path: Path,
+        path: Path | None,
         step: int,
         *,
         finite: bool,
-        publish: Callable[[Path, float, float | None], int],
+        publish: Callable[[Mapping[str, Array], float, float | None], int],
         noting: Callable[[], AbstractContextManager[None]],
     ) -> None:
-        """`shards`: in the order in which `finish` writes them. `path`: of its directory in staging/.
-        `finite`: NaN and infinity are refused. `publish`: gives the push its name, by its path, weight and
-        learning rate, and returns its step. `noting`: a context that is told why the push is refused.
-        Raises OSError."""
+        """`shards`: in the order in which `finish` writes them. `path`: of its directory in staging/, None
+        if it is one file, which is written when it is published. `finite`: NaN and infinity are refused.
+        `publish`: publishes the push, by its values, weight and learning rate, and returns its step.
+        `noting`: a context that is told why the push is refused. Raises OSError."""
         self._train = train
         self._shards = shards
         self._path = path
-        self._directory = train.directories.open(path)
+        self._directory = None if path is None else train.directories.open(path)
         self._metadata = {STEP: str(step)}
         self._finite = finite
         self._publish = publish
@@ -108,13 +108,16 @@ class OpenPush:
             writing.result()
         if not self._values:
             raise invalid("it has no tensor")
-        return self._publish(self._path, weight, lr)
+        if self._finite and self._path is None:
+            check_finite(self._values)
+        return self._publish(self._values, weight, lr)
 
     def abort(self) -> None:
         """Drop the push. If its files cannot be removed, the next worker of the name removes them."""
         self._threads.shutdown(cancel_futures=True)
-        with contextlib.suppress(OSError):
-            self._train.discard(self._path)
+        if self._path is not None:
+            with contextlib.suppress(OSError):
+                self._train.discard(self._path)
 
     def _begin_writing(self, shard: Shard) -> None:
         slices = slices_of(shard, self._values)
@@ -125,6 +128,7 @@ class OpenPush:
         if self._finite:
             check_finite(slices)
         contents = list(encode(slices, self._metadata))
+        assert self._path is not None and self._directory is not None
         try:
             name = os.fspath(self._directory.path / shard.name)
             os.close(_files.write_version(name, contents, self._directory.view))

@@ -10,7 +10,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Collection, Iterator
 from functools import partial
 from pathlib import Path
 from typing import NamedTuple
@@ -32,10 +32,11 @@ from .directory import (
 )
 from .errors import BadPush, Refused, TrainError
 from .layout import Shard
+from .models import add_kept_files
 from .plan import Plan, Push, next_plan
 from .pushes import STEP, check_shard, push_in_shards
 from .reduction import PartFolders, Reduction
-from .shard_files import ShardFile, in_parallel
+from .shard_files import ShardFile
 from .status import complain
 from .trees import Folder, Seen, Trees, is_published, look
 
@@ -150,20 +151,16 @@ class Staged:
     def open_published(self, whole: dict[str, ShardFile], shard: Shard, name: str) -> ShardFile:
         """Return the file with a shard of a push by its name. `whole`: files with all shards of pushes that
         were opened before. Raises Refused, FormatError and OSError."""
-        layout, path = self._train.layout, self._train.push / name
+        most, path = self._train.layout.header_max_bytes, self._train.push / name
         file = whole.get(name)
         if file is None:
-            most, cut = layout.header_max_bytes, not layout.is_small
             try:
                 directory = self._train.directories.open(path)
             except NotADirectoryError:
-                file, cut = ShardFile(path, header_max_bytes=most), False
+                file = whole[name] = ShardFile(path, header_max_bytes=most)
             else:
                 # The mount was told of the push before it was told of the plan.
-                of = shard.name if cut else layout.whole.name
-                file = ShardFile(of, directory, header_max_bytes=most)
-            if not cut:
-                whole[name] = file
+                file = ShardFile(shard.name, directory, header_max_bytes=most)
         check_shard(shard, file.header, cut=name not in whole)
         return file
 
@@ -177,16 +174,13 @@ class Part:
     """Makes the shards of a part in a directory of its own in ahead/, where only this object writes."""
 
     def __init__(self, train: TrainDirectory, name: str, blocks: Blocks, staged: Staged) -> None:
-        """Make the directory, and put aside those of reducers that had the part before. In a small run it
-        has whole versions. Raises OSError."""
+        """Make the directory, and put aside those of reducers that had the part before. Raises OSError."""
         self._train = train
         self._name = name
         self._shards = train.layout.parts[name]
         self._blocks = blocks
         self._staged = staged
-        owner = COORDINATOR if train.layout.is_small else name
-        self.home = train.make_home(owner, is_part=True)
-        self._below = name if train.layout.is_small else ""
+        self._home = train.make_home(name, is_part=True)
         # The version whose directory is there, its directories, and its shards.
         self._version: int | None = None
         self._folders: PartFolders | None = None
@@ -195,8 +189,6 @@ class Part:
         # Reductions that wait for the norms of other parts, and their plan: the next one may be in a
         # directory of the same name.
         self._begun: tuple[Plan, dict[str, Reduction]] | None = None
-        # The version before the last plan, and its directories.
-        self._before: tuple[int, PartFolders] | None = None
         # The last: the plan, and the push.
         self._complaint: tuple[Plan, str] | None = None
 
@@ -212,7 +204,8 @@ class Part:
             if foreseen is None:
                 continue
             with contextlib.suppress(FileNotFoundError, FormatError, BadPush):
-                reduction = self._reduction(shard, plan, foreseen.files.__getitem__)
+                open_push = foreseen.files.__getitem__
+                reduction = Reduction(shard, plan, self._blocks, self._train, open_push)
                 reduction.write(folders)
                 self._made[shard.name] = foreseen
                 self._staged.used(foreseen)
@@ -228,8 +221,7 @@ class Part:
                 return False
             # If it fails it may have been done all the same: write nothing into them any more.
             self._folders = None
-            if not self._below:
-                move(self.home / str(plan.version), target / self._name)
+            move(self._home / str(plan.version), target / self._name)
         except (FileExistsError, FileNotFoundError, FormatError) as error:
             # Made by somebody else meanwhile, and maybe tidied. Or a push is gone: the coordinator will
             # make another plan. Or another reducer has the part.
@@ -252,8 +244,8 @@ class Part:
         if self._begun is None or self._begun[0] is not plan:
             open_push = partial(self._staged.open_published, {})
             begun = {
-                shard.name: self._reduction(shard, plan, partial(open_push, shard))
-                for shard in missing
+                one.name: Reduction(one, plan, self._blocks, self._train, partial(open_push, one))
+                for one in missing
             }
             self._begun = (plan, begun)
         reductions = self._begun[1]
@@ -268,16 +260,9 @@ class Part:
             if found is None:
                 return False
             norms = found
-
-        def write(shard: Shard) -> None:
+        for shard in missing:
             reductions[shard.name].write(folders, norms)
             self._made[shard.name] = plan
-
-        if self._train.layout.is_small:
-            in_parallel(write, missing)
-        else:
-            for shard in missing:
-                write(shard)
         self._begun = None
         return True
 
@@ -292,11 +277,6 @@ class Part:
             return made == plan
 
         return [shard for shard in self._shards if not is_made(shard)]
-
-    def _reduction(
-        self, shard: Shard, plan: Plan, open_push: Callable[[str], ShardFile]
-    ) -> Reduction:
-        return Reduction(shard, plan, self._blocks, self._open_before(plan), open_push)
 
     def _all_norms(self, target: Path) -> list[float] | None:
         """Return the square of the norm over all shards, for each update in their order; None if other
@@ -314,22 +294,6 @@ class Part:
         in_order = [found[shard.name] for shard in self._train.layout.shards]
         return [sum(norms) for norms in zip(*in_order, strict=True)]
 
-    def _open_before(self, plan: Plan) -> PartFolders:
-        """Return the directories of the part in the version before a plan's. Raises OSError."""
-        number = plan.version - 1
-        if self._before is None or self._before[0] != number:
-            path = self._train.version(number) / self._name
-            there = self._train.in_version(number).folder(self._name)
-            self._before = (number, self._open(path, there))
-        return self._before[1]
-
-    def _open(self, path: Path, there: Folder) -> PartFolders:
-        directories = self._train.directories
-        params, state = (
-            directories.get(there.folder(name).ino, path / name) for name in (PARAMS, STATE)
-        )
-        return PartFolders(params, state, there.folder(STATE).names)
-
     def _open_folders(self, version: int) -> PartFolders:
         """Return the directories for the shards of a version: those of a removed one, if the coordinator
         gave some back, as writing files anew costs less than making new ones. Raises OSError."""
@@ -337,10 +301,10 @@ class Part:
             return self._folders
         if self._version != version:
             if self._version is not None:
-                self._train.put_aside(self.home / str(self._version))
+                self._train.put_aside(self._home / str(self._version))
             self._version, self._folders = version, None
             self._made.clear()
-        path = self.home / str(version) / self._below
+        path = self._home / str(version)
         try:
             there = look(path)
         except FileNotFoundError:
@@ -353,7 +317,7 @@ class Part:
             for name in there.folder(folder).linked:
                 with contextlib.suppress(FileNotFoundError):
                     os.unlink(path / folder / name)
-        self._folders = self._open(path, there)
+        self._folders = PartFolders.open(self._train.directories, path, there)
         return self._folders
 
     def _complain(self, target: Path, plan: Plan, bad: BadPush) -> bool:
@@ -365,3 +329,42 @@ class Part:
         with contextlib.suppress(FileNotFoundError):
             complain(target, self._name, bad)
         return True
+
+
+class Alone:
+    """Makes the versions of a small run, each in a directory of its own, where only this object writes, and
+    publishes them. The coordinator gives it the directories of removed versions."""
+
+    def __init__(self, train: TrainDirectory, blocks: Blocks, staged: Staged) -> None:
+        """Put aside the directory of the coordinator before. Raises OSError."""
+        self._train = train
+        self._blocks = blocks
+        self._staged = staged
+        self.home = train.make_home(COORDINATOR, is_part=True)
+        self._kept = {*os.listdir(train.kept_files)}
+
+    def make(self, plan: Plan, opened: dict[str, ShardFile]) -> None:
+        """Make a version. `opened`: pushes that were opened, by their names. Raises FileNotFoundError if
+        a push is gone, or the version before, FileExistsError if this one is there, BadPush and OSError."""
+        (shard,) = self._train.layout.shards
+        open_push = partial(self._staged.open_published, opened, shard)
+        reduction = Reduction(shard, plan, self._blocks, self._train, open_push)
+        norms = reduction.square_norms() if plan.clip_norm else ()
+        target = self.home / str(plan.version)
+        reduction.write(self._open(target, shard), norms)
+        move(target, self._train.version(plan.version))
+
+    def _open(self, target: Path, shard: Shard) -> PartFolders:
+        """Return the directories of a version: those of a removed one, whose files are written anew, unless
+        others have put something into it, or have linked to its files: these keep their content."""
+        there = look(self.home).folder(target.name)
+        state = there.folder(STATE)
+        linked = {*there.linked, *state.linked} - self._kept
+        is_ours = {*there.names} == {shard.name, STATE, *self._kept} and shard.name in there.files
+        if not is_ours or linked or not state.ino or {*state.names} != {*state.files}:
+            self._train.put_aside(target)
+            for path in (target, target / STATE):
+                path.mkdir()
+            add_kept_files(self._train, self._kept, target)
+            there = look(self.home).folder(target.name)
+        return PartFolders.open(self._train.directories, target, there, "")

@@ -43,11 +43,11 @@ def choose(names: Mapping[str, str], shards: int) -> list[str]:
     return [*in_turns(left[node] for node in sorted(left))][:shards]
 
 
-def shard_names(directory: Path, shards: int | None, size: int) -> tuple[list[str], int, bool]:
+def shard_names(directory: Path, shards: int | None, size: int) -> tuple[list[str], int]:
     """Return names for shards whose files are below `directory`, which has the placement `together`; the
-    number of parts: one for each shard, and at most one for each store node, if there are any; and whether
-    there are, and shards are so small that they are one part. `size`: of all parameters, in bytes, by
-    which shards are chosen without a number of them. Raises OSError."""
+    number of parts: one for each shard, and at most one for each store node, if there are any; 0 if there
+    are, and shards are so small that they are one. `size`: of all parameters, in bytes, by which shards are
+    chosen without a number of them. Raises OSError."""
     tried = max(_CANDIDATES_MIN, _CANDIDATES_PER_SHARD * (shards or 0))
     names: dict[str, str] = {}
     below = Path(tempfile.mkdtemp(prefix=".places-", dir=directory))
@@ -56,7 +56,7 @@ def shard_names(directory: Path, shards: int | None, size: int) -> tuple[list[st
             os.close(os.open(below / name, os.O_RDONLY | os.O_CREAT | os.O_EXCL, 0o600))
             nodes = _nodes_of(below / name)
             if nodes is None:
-                return [str(number) for number in range(shards or 1)], shards or 1, False
+                return [str(number) for number in range(shards or 1)], shards or 1
             names[name] = str(nodes[0]["node"]) if nodes else ""
     finally:
         shutil.rmtree(below)
@@ -66,7 +66,7 @@ def shard_names(directory: Path, shards: int | None, size: int) -> tuple[list[st
         most = min(len(names), max(1, size // _SMALLEST_BYTES))
         shards = min(nodes_there * (_SHARDS_PER_NODE if is_worth_it else 1), most)
     is_small = size < max(shards, 2) * _SMALLEST_BYTES
-    return choose(names, shards), 1 if is_small else min(shards, nodes_there), is_small
+    return choose(names, shards), 0 if is_small else min(shards, nodes_there)
 
 
 def host_of(path: Path) -> str | None:

@@ -10,10 +10,8 @@ from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
 from ..client import FormatError, _files
-from ..client._dtypes import Array, Layout, array_of, code_of, size_bytes
+from ..client._dtypes import Array, Layout, array_of, code_of
 from ..client._safetensors import Header
 from .arithmetic import CODES, F32_MAX, SUFFIX, blocks_of, count_nonfinite
 from .config import TrainConfig, is_worker_name
@@ -22,8 +20,8 @@ from .errors import Refused, invalid
 from .layout import ModelLayout, Parameter, Shard
 from .liveness import is_locked
 from .plan import Plan, Push
-from .shard_files import ShardFile, read_header
-from .trees import Folder, is_published
+from .shard_files import ShardFile
+from .trees import NOTHING, Folder, is_published
 
 # WORKER@STEP, and what else is said of a push that is a directory: ;weight=2.0;base=16;lr=0.001
 _NAME = re.compile(r"([^@;]+)@(\d{1,18})((?:;(?:weight|base|lr)=[0-9eE+.-]+)*)", re.ASCII)
@@ -44,8 +42,6 @@ _NUMBERS = {
 _AHEAD_MAX = 64
 # So much of a text that others chose is in an error.
 _SHOWN_MAX = 100
-# Bytes that are looked at at once for NaN and infinity.
-_BLOCK_BYTES = 16 << 20
 
 
 # -- names ----------------------------------------------------------------------------------------
@@ -53,17 +49,19 @@ _BLOCK_BYTES = 16 << 20
 
 def name_in_shards(push: Push) -> str:
     """Return the name of a push as a directory, which says all that is said of the push."""
-    name = f"{push.worker}@{push.step};weight={push.weight!r}"
-    if push.base >= 0:
-        name += f";base={push.base}"
-    if push.lr is not None:
-        name += f";lr={push.lr!r}"
-    return name
+    (_, step), *more = metadata_of(push).items()
+    return f"{push.worker}@{step}" + "".join(f";{key}={value}" for key, value in more)
 
 
 def name_in_file(push: Push) -> str:
     """Return the name of a push in one file, whose metadata says the rest."""
     return f"{push.worker}@{push.step}.safetensors"
+
+
+def metadata_of(push: Push) -> dict[str, str]:
+    """Return what a push in one file says of itself."""
+    said = {STEP: push.step, "weight": push.weight, "base": push.base, "lr": push.lr}
+    return {key: repr(value) for key, value in said.items() if value is not None and value != -1}
 
 
 def push_in_shards(name: str) -> Push | None:
@@ -73,14 +71,6 @@ def push_in_shards(name: str) -> Push | None:
         return None
     said = dict(part.split("=", 1) for part in found[3].split(";")[1:])
     return _push(name, found[1], {STEP: found[2], **said})
-
-
-def push_by_name(name: str) -> Push | None:
-    """Return the push that a name in push/ says, step 0: the worker's next; None if it says none."""
-    try:
-        return push_in_shards(name) or _push_in_file(name, {})
-    except Refused:
-        return None
 
 
 def worker_of(name: str) -> str:
@@ -127,8 +117,8 @@ def _push_in_file(name: str, metadata: Mapping[str, str]) -> Push:
         raise invalid(f"{name!r} is not the name of a push, which is {_NAME_OF_FILE}")
     worker, step = found.groups()
     push = _push(name, worker, {"worker": worker, STEP: step, **metadata})
-    if (push.worker, str(push.step)) != (worker, step):
-        # Another push may be about to get this name.
+    # Another push may be about to get this name. In a small run a worker writes later ones into its file.
+    if push.worker != worker or push.step < int(step):
         raise invalid(f"it is {push.worker}@{push.step} by its metadata")
     return push
 
@@ -137,26 +127,41 @@ def _push_in_file(name: str, metadata: Mapping[str, str]) -> Push:
 
 
 def inspect(
-    train: TrainDirectory, name: str, folder: Folder | None = None, *, finite: bool = False
+    train: TrainDirectory,
+    name: str,
+    there: Folder = NOTHING,
+    *,
+    finite: bool = False,
+    opened: dict[str, ShardFile] | None = None,
 ) -> Push | None:
-    """Return the push that a name in push/ leads to; None if it leads to none, or to none that is whole.
-    `folder`: what is known to be below it. `finite`: as in read_file(); the files of a push in shards are
-    not opened here, as they would be fetched: reducers check them. Raises Refused for what does not fit."""
+    """Return the push that a name leads to; None if it leads to none, or to none that is whole. `there`:
+    what is known to be where pushes are. `finite`: elements of a file are read, too; those of a push in
+    shards are not opened here, as they would be fetched: reducers check them. `opened`: a file that was
+    opened is put there. Raises Refused for what does not fit."""
     if name.startswith("."):
         return None
-    path = train.push / name
+    path, folder = train.push / name, there.folders.get(name)
     try:
-        if folder is not None or stat.S_ISDIR(_check_kind(path).st_mode):
-            return _inspect_shards(train.layout, path, folder)
-        with _files.open_to_read(os.fspath(path), os.O_NOFOLLOW) as (fd, status):
-            if status.st_size == 0 or _files.read_version(fd) == 0:
+        if name not in there.files:
+            if folder is not None or stat.S_ISDIR(_check_kind(path).st_mode):
+                return _inspect_shards(train.layout, path, folder)
+            if not is_published(path):
                 return None
-            return read_file(train.layout, name, fd, finite=finite)
+        directory, most = train.opened.get("push"), train.layout.header_max_bytes
+        file = ShardFile(name if directory else path, directory, header_max_bytes=most)
+        push = push_of(train.layout, name, file.header)
     except FileNotFoundError:
         return None
+    except FormatError as error:
+        raise invalid(error.defect) from None
     except PermissionError as error:
         where = train.shown(str(error.filename))
         raise Refused(errno.EACCES, f"the reducer may not read {where}") from None
+    if finite:
+        check_finite(file.tensors)
+    if opened is not None:
+        opened[name] = file
+    return push
 
 
 def _inspect_shards(layout: ModelLayout, path: Path, folder: Folder | None) -> Push | None:
@@ -164,7 +169,7 @@ def _inspect_shards(layout: ModelLayout, path: Path, folder: Folder | None) -> P
     if push is None:
         what = f"a push in shards, which is {_NAME_OF_DIRECTORY}"
         raise invalid(f"{path.name!r} is not the name of {what}")
-    names = [shard.name for shard in layout.pushed]
+    names = [shard.name for shard in layout.shards]
     if folder is not None and folder.files.keys() >= {*names}:
         return push
     files = map(path.joinpath, names)
@@ -180,20 +185,12 @@ def _check_kind(path: Path) -> os.stat_result:
     return status
 
 
-def read_file(layout: ModelLayout, name: str, fd: int, *, finite: bool = False) -> Push:
-    """Return the push that a file is. `finite`: its elements are read, too. Raises Refused for what does
-    not fit the parameters, and for NaN and infinity where elements are read."""
-    try:
-        header = read_header(name, fd, os.fstat(fd).st_size, layout.header_max_bytes)
-    except FormatError as error:
-        raise invalid(error.defect) from None
+def push_of(layout: ModelLayout, name: str, header: Header) -> Push:
+    """Return the push that a file is. Raises Refused for what does not fit the parameters."""
     if "scales" in header.metadata:
         raise invalid(f"its metadata has scales: they are tensors NAME{SUFFIX}")
     push = _push_in_file(name, header.metadata)
     _check_whole(layout, header.tensors)
-    if finite:
-        for parameter, found in header.tensors.items():
-            _refuse_nonfinite(parameter, _nonfinite_in(fd, found))
     return push
 
 
@@ -270,27 +267,8 @@ def _check_number(train: TrainDirectory, limit: int, worker: str, clocks: Collec
 def check_finite(arrays: Mapping[str, Array]) -> None:
     """Raises Refused for values with NaN, or with numbers that are infinite in fp32."""
     for name, array in arrays.items():
-        _refuse_nonfinite(name, count_nonfinite(array.reshape(-1)))
-
-
-def _refuse_nonfinite(name: str, bad: int) -> None:
-    if bad:
-        raise invalid(f"{name!r} has {bad} elements that are NaN or infinite")
-
-
-def has_nonfinite(file: ShardFile) -> bool:
-    """Return whether a file of a push has NaN or infinity."""
-    return any(count_nonfinite(file.tensor(name).reshape(-1)) for name in file.header.tensors)
-
-
-def _nonfinite_in(fd: int, found: Layout) -> int:
-    """Count NaN and infinity in a tensor of an open file."""
-    bad = 0
-    end = found.offset + size_bytes(found.dtype, found.shape)
-    for offset in range(found.offset, end, _BLOCK_BYTES):
-        data = _files.read_at(fd, min(_BLOCK_BYTES, end - offset), offset)
-        bad += count_nonfinite(np.frombuffer(data, found.dtype))
-    return bad
+        if bad := count_nonfinite(array.reshape(-1)):
+            raise invalid(f"{name!r} has {bad} elements that are NaN or infinite")
 
 
 # -- making pushes --------------------------------------------------------------------------------

@@ -23,7 +23,7 @@ from .coordinator import Coordinator
 from .directory import COORDINATOR, LOOK_S, PLAN, TrainDirectory, params_of
 from .errors import TrainError
 from .liveness import Lock
-from .part import Part, Staged
+from .part import Alone, Part, Staged
 from .placement import host_of
 from .plan import Plan, is_foreseen
 from .trees import Folder, Trees
@@ -172,9 +172,8 @@ class Reducer(Closing):
         did = coordinator.step(*found)
         self._coordinated = () if did else counters
         self._coordinated_s = now_s
-        if did and self.layout.is_small:
+        if did:
             self._found = None
-        elif did:
             self._trees.look_again(self.train.next)
         return did
 
@@ -187,8 +186,6 @@ class Reducer(Closing):
             return False
         took = False
         self._looked_s = now_s
-        if self._found is not None and self._found[1].config != self.train.config():
-            self._found = None
         for name in [name for name, lock in self._locks.items() if not lock.is_held]:
             log.warning("%s: the lock of %s was lost", self.train.models, name)
             self._locks.pop(name).close()
@@ -197,11 +194,11 @@ class Reducer(Closing):
                 self._coordinator = None
         holder = f"{os.uname().nodename} {os.getpid()}\n".encode()
         newest = -1 if self._found is None else self._found[1].newest.version
+        # Changes of the configuration, and versions of a small run, are not seen in next/.
+        self._found = None
         # A new version is the work of all parts: somebody has them.
         are_taken, self._newest = newest > self._newest >= 0, newest
-        if self.layout.is_small:
-            self._found = None  # its versions are not seen in next/
-        for name in (COORDINATOR, *self.layout.locked):
+        for name in (COORDINATOR, *self.layout.parts):
             if name in self._locks or are_taken or not self._may_take(name, now_s):
                 continue
             if name not in self._of_others:
@@ -219,9 +216,7 @@ class Reducer(Closing):
         for name in self.layout.parts.keys() & (self._locks.keys() - self._parts.keys()):
             self._parts[name] = Part(self.train, name, self._blocks, self._staged)
         if self._coordinator is None and COORDINATOR in self._locks:
-            part = self.layout.shards[0].part
-            is_alone = self.layout.is_small
-            alone = Part(self.train, part, self._blocks, self._staged) if is_alone else None
+            alone = Alone(self.train, self._blocks, self._staged) if self.layout.is_small else None
             self._coordinator = Coordinator(self.train, self._trees, alone)
         return took
 

@@ -11,6 +11,7 @@ from functools import partial
 from pathlib import Path
 from typing import NamedTuple, Self
 
+import msgspec
 import numpy as np
 
 from ..client import FormatError
@@ -27,14 +28,14 @@ from .arithmetic import (
     square_sum,
     to_float32,
 )
-from .directory import PARAMS, STATE, VERSION
+from .directory import PARAMS, PLAN, STATE, VERSION, TrainDirectory, params_of
 from .errors import BadPush, Refused
 from .layout import Run, Shard, runs_of
 from .plan import Plan, PushInPlan
-from .pushes import has_nonfinite
+from .pushes import check_finite
 from .rules import Rule, make_rule
 from .shard_files import NewFile, ShardFile
-from .trees import Directory
+from .trees import Directories, Directory, Folder
 
 MASTER = "master"
 # The value of "state" in the metadata of params/K where there is no state/K.
@@ -47,6 +48,13 @@ class PartFolders(NamedTuple):
     params: Directory
     state: Directory
     kept: Collection[str] = ()
+
+    @classmethod
+    def open(cls, opened: Directories, path: Path, there: Folder, params: str = PARAMS) -> Self:
+        """Open those in a directory. `params`: "" if it has the parameters itself. Raises OSError."""
+        of, state = there.folder(params), there.folder(STATE)
+        below = opened.get(state.ino, path / STATE)
+        return cls(opened.get(of.ino, path / params), below, state.names)
 
 
 class _Term(NamedTuple):
@@ -88,13 +96,13 @@ class Reduction:
         shard: Shard,
         plan: Plan,
         blocks: Blocks,
-        before: PartFolders,
+        train: TrainDirectory,
         open_push: Callable[[str], ShardFile],
     ) -> None:
-        """`before`: of the part in the version before. `open_push`: returns the checked file with the shard
-        of the push that has a name; raises Refused, FormatError and OSError. A push with NaN or infinity is
-        bad: if the plan skips it, it is found here, if it refuses it, by write(). Raises FileNotFoundError
-        for a push that is gone, and BadPush for a bad one and for one that does not fit the parameters."""
+        """`train`: has the version before. `open_push`: returns the checked file with the shard of the push
+        that has a name; raises Refused, FormatError and OSError. A push with NaN or infinity is bad: if the
+        plan skips it, it is found here, if it refuses it, by write(). Raises FileNotFoundError for a push
+        that is gone, and BadPush for a bad one and for one that does not fit the parameters."""
         self._open_push = open_push
         self._shard = shard
         self._plan = plan
@@ -103,15 +111,15 @@ class Reduction:
         last = plan.version - 1
         is_kept = True
         if shard.is_fp32:
-            params = ShardFile(shard.name, before.params, version=last)
+            params = ShardFile(shard.name, train.directory(last, shard), version=last)
             # Its parameters lie one after the other.
             first = min((found.offset for found in params.header.tensors.values()), default=0)
             self._master = params.elements(np.dtype(np.float32), first, shard.size)
             is_kept = bool(self.rule.state) and params.header.metadata.get(STATE) != NOTHING
         self._kept: dict[str, Array] = {}
         if is_kept:
-            state = ShardFile(shard.name, before.state, version=last)
-            self._kept = {key: state.tensor(key) for key in state.header.tensors}
+            state = ShardFile(shard.name, train.directory(last, shard, STATE), version=last)
+            self._kept = state.tensors
         if not shard.is_fp32:
             self._master = self._kept[MASTER]
         self._updates = plan.each_update()
@@ -126,12 +134,12 @@ class Reduction:
                 continue
             try:
                 file = self._open_push(counted.path)
+                if self._plan.nonfinite == "skip":
+                    check_finite(file.tensors)
             except FormatError as error:
                 raise BadPush(counted.path, f"shard {self._shard.name}: {error.defect}") from None
             except Refused as error:
                 raise BadPush(counted.path, str(error)) from None
-            if self._plan.nonfinite == "skip" and has_nonfinite(file):
-                raise BadPush(counted.path, "it has NaN or infinity: skipped")
             for run in runs_of(self._shard, file.header):
                 yield _Term(counted.path, file, run, counted.weight, _scales(file, run))
 
@@ -158,7 +166,7 @@ class Reduction:
                 min(1.0, self._plan.clip_norm / (math.sqrt(square) + 1e-6))
                 for square in square_norms
             ]
-        with _ShardFiles(folders, self._shard, self.rule, self._plan.version) as files:
+        with _ShardFiles(folders, self._shard, self.rule, self._plan) as files:
             self._fill(files, scales)
 
     def _fill(self, files: _ShardFiles, scales: Sequence[float]) -> None:
@@ -246,14 +254,17 @@ class _ShardFiles:
     """params/K of a version that is being made, and state/K if anything is kept there. All elements are to
     be written, by any threads; the files are published at the end of the block, unless that raises."""
 
-    def __init__(self, folders: PartFolders, shard: Shard, rule: Rule, version: int) -> None:
+    def __init__(self, folders: PartFolders, shard: Shard, rule: Rule, plan: Plan) -> None:
         self._shard = shard
         self._files: list[NewFile] = []
         kept = rule.state if shard.is_fp32 else (MASTER, *rule.state)
-        said = {VERSION: str(version)}
+        said = {VERSION: str(plan.version)}
+        of_params = said if kept else said | {STATE: NOTHING}
+        if not shard.part:
+            of_params = of_params | {"format": "pt", PLAN: msgspec.json.encode(plan).decode()}
         state = dict.fromkeys(kept, ("F32", (shard.size,)))
         params = {part.parameter.name: (part.parameter.dtype, part.shape) for part in shard.slices}
-        heads = {folders.params: head_of(params, said if kept else said | {STATE: NOTHING})}
+        heads = {folders.params: head_of(params, of_params)}
         if kept:
             heads[folders.state] = head_of(state, said)
         elif shard.name in folders.kept:
@@ -296,10 +307,12 @@ class _ShardFiles:
                 self.params.write(part.parameter.name, converted, start - part.at)
 
 
-def first_state(directory: Path, shard: Shard, arrays: Mapping[str, Array], rule: Rule) -> None:
+def first_state(version: Path, shard: Shard, arrays: Mapping[str, Array], plan: Plan) -> None:
     """Write params/K and state/K of version 0 from the model's parameters. Raises OSError."""
-    folders = PartFolders(Directory(directory / PARAMS), Directory(directory / STATE))
-    with _ShardFiles(folders, shard, rule, 0) as files:
+    state, rule = version / shard.part / STATE, make_rule(plan.rule, plan.options)
+    state.mkdir(exist_ok=True)
+    folders = PartFolders(Directory(params_of(version, shard).parent), Directory(state))
+    with _ShardFiles(folders, shard, rule, plan) as files:
         files.write_state(dict.fromkeys(rule.state, np.zeros(shard.size, np.float32)), 0)
         for part in shard.slices:
             flat = arrays[part.parameter.name].reshape(-1)[part.start : part.stop]

@@ -19,8 +19,8 @@ from ..backend.files.sparse import write_at
 from ..client import FormatError, _files
 from ..client._device import tensor_of
 from ..client._dtypes import Array, DType, array_of
-from ..client._safetensors import HEADER_MAX_BYTES, Head, Header, header_text, parse_header
-from .directory import LOOK_S, PARAMS, VERSION, TrainDirectory, owner_of
+from ..client._safetensors import HEADER_MAX_BYTES, Head
+from .directory import LOOK_S, PARAMS, VERSION, TrainDirectory, owner_of, read_header
 from .layout import ModelLayout, Shard, Slice
 from .trees import GATHER_S, Directory, Folder, Seen, look, seen
 
@@ -65,6 +65,11 @@ class ShardFile:
     def tensor(self, name: str) -> Array:
         """Return a tensor as it lies in the file, read-only. Raises KeyError."""
         return _files.view(name, self._data, self.header.tensors[name])
+
+    @property
+    def tensors(self) -> dict[str, Array]:
+        """Return all tensors, as they lie in the file."""
+        return {name: self.tensor(name) for name in self.header.tensors}
 
 
 def in_parallel(do: Callable[[Shard], T], shards: Sequence[Shard]) -> list[T]:
@@ -127,12 +132,6 @@ def _copy_to_device(source: Any, target: Any, part: Slice) -> None:
     else:
         at = np.unravel_index(range(part.start, part.stop), part.parameter.shape)
         target[at] = source.to(target)
-
-
-def read_header(path: str, fd: int, size: int, most: int = HEADER_MAX_BYTES) -> Header:
-    """Read the header of an open .safetensors file, of `most` bytes at most. Raises FormatError."""
-    text = header_text(path, lambda count: _files.read_at(fd, count, 0), size, most)
-    return parse_header(path, text, size)
 
 
 class NewFile:

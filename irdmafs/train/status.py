@@ -19,7 +19,7 @@ from .directory import COMPLAINT, COORDINATOR, TrainDirectory, read_small, repla
 from .errors import BadPush, Refused, TrainError
 from .liveness import is_locked, locked_in
 from .plan import Plan, Push, is_wanted, next_plan, pending
-from .pushes import push_by_name, worker_of
+from .pushes import inspect, worker_of
 from .trees import Directory, look
 
 log = logging.getLogger(__name__)
@@ -177,11 +177,12 @@ def _now(train: TrainDirectory) -> tuple[TrainConfig, Plan, list[Push], list[str
     members = locked_in(train.workers)
     refused = {one.path for one in _read(train, refusals(train)[-_SHOWN:])}
     pushes = []
-    for name in os.listdir(train.push):
-        push = push_by_name(name)
-        if push is not None and one_line(name) not in refused:
-            step = push.step or newest.clocks.get(push.worker, 0) + 1
-            pushes.append(push._replace(step=step))
+    there = look(train.push)
+    for name in there.names:
+        with contextlib.suppress(Refused):
+            if (push := inspect(train, name, there)) and one_line(name) not in refused:
+                step = push.step or newest.clocks.get(push.worker, 0) + 1
+                pushes.append(push._replace(step=step))
     return config, newest, pushes, members
 
 
@@ -193,7 +194,7 @@ def are_enough(train: TrainDirectory) -> bool:
 def report(train: TrainDirectory) -> str:
     """Return what `irdmafs train status` prints: what is true now. Raises TrainError and OSError."""
     parts: dict[str, list[str]] = {}
-    for name in (COORDINATOR, *train.layout.locked):
+    for name in (COORDINATOR, *train.layout.parts):
         path = train.reducers / name
         holder = "nobody"
         if is_locked(path):
@@ -228,10 +229,6 @@ class Watch:
     def pushed(self, name: str, step: int) -> None:
         """Note the worker's last push, which is looked after from now on."""
         self._last, self._step = name, step
-
-    def counted(self) -> Path | None:
-        """Return the last push if it has counted: its files may be written anew."""
-        return self._train.push / self._last if self._last and self._has_counted() else None
 
     @contextlib.contextmanager
     def noting(self, path: str) -> Iterator[None]:

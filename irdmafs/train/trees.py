@@ -119,14 +119,14 @@ class Directories:
         return self._used.get(file.ino) == file
 
     def get(self, ino: int, path: Path) -> Directory:
-        """Return a directory which has this path, or had it. Raises OSError if another one has it now."""
+        """Return a directory that has or had this path. Raises OSError if another has it; ino 0: any."""
         with self._lock:
             found = self._opened.pop(ino, None)
             if found is not None:
                 self._opened[ino] = found
                 return found
         found = self.open(path)
-        if os.fstat(found.fd).st_ino != ino:
+        if ino and os.fstat(found.fd).st_ino != ino:
             raise FileNotFoundError(errno.ENOENT, "Another directory is there now", str(path))
         return found
 
@@ -161,9 +161,9 @@ class Folder(NamedTuple):
         return {name for name in self.names if not name.startswith(".")}
 
     def folder(self, *names: str) -> Folder:
-        """Return a directory below it; one without entries if it is not there."""
+        """Return a directory below it; one without entries if it is not there. No name, "", is itself."""
         found = self
-        for name in names:
+        for name in filter(None, names):
             found = found.folders.get(name, NOTHING)
         return found
 

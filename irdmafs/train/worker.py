@@ -13,7 +13,10 @@ from functools import partial
 from pathlib import Path
 from typing import Any, TypeAlias
 
+from ..client import _files
+from ..client._dtypes import Array
 from ..client._files import Closing
+from ..client._safetensors import encode
 from .config import is_worker_name
 from .directory import LOOK_S, TrainDirectory, hidden, move, params_of, remove
 from .errors import Refused, TrainError
@@ -22,9 +25,10 @@ from .liveness import Lock, is_locked
 from .open_push import OpenPush
 from .placement import host_of
 from .plan import Plan, Push, is_foreseen, may_pull
-from .pushes import arrays_of, check_turn, inspect, name_in_shards, push_by_name
+from .pushes import arrays_of, check_turn, inspect, metadata_of, name_in_file, name_in_shards
 from .shard_files import Prefetch, ShardFile, copy_shard, gather, in_parallel
 from .status import Watch, is_reduced, no_reducer
+from .trees import look
 
 # Arrays or tensors by parameter, into which those of a version are copied.
 Out: TypeAlias = Mapping[str, Any] | None
@@ -68,8 +72,6 @@ class Worker(Closing):
         """Return the shards in the order in which they are pushed: one of each part in turn, so that some
         can be reduced while others are on their way. No two workers begin with the same node, and what
         stays on this host comes last, as it needs no link."""
-        if self.layout.is_small:
-            return self.layout.pushed
         version = self.train.version(self.train.newest())
         parts = list(self.layout.parts.values())
         here = [host_of(params_of(version, shards[0])) == "" for shards in parts]
@@ -84,6 +86,8 @@ class Worker(Closing):
         try:
             # The directory in staging/ in which nobody else writes.
             self._home = self.train.make_home(self.name, is_part=False)
+            # The name of the last push. One from before may be taken away meanwhile.
+            self._last = ""
             if not self._lock.is_held:
                 self.train.discard(self._home)
                 raise self._taken()
@@ -96,7 +100,7 @@ class Worker(Closing):
     def _progress(self) -> tuple[int, int]:
         """Return the last step that was pushed, and the step to go on after."""
         # First the pushes: one that counts meanwhile is in the clocks.
-        own = self._steps_there()
+        own = self._pushes_there().values()
         clocks = self.train.newest_plan().clocks
         pushed = max([clocks.get(self.name, 0), *own])
         # A new worker begins where the others are.
@@ -107,20 +111,18 @@ class Worker(Closing):
 
     def _take_back(self) -> None:
         """Take away what has counted: no earlier process of this worker writes its next push there."""
-        for name in os.listdir(self.train.push):
-            push = push_by_name(name)
-            step = push.step if push is not None and push.worker == self.name else 0
-            if step and self.train.has_counted(self.name, step):
+        for name, step in self._pushes_there().items():
+            if self.train.has_counted(self.name, step):
                 self.train.discard(self.train.push / name)
 
-    def _steps_there(self) -> list[int]:
-        """Return the steps of this worker's pushes that are there."""
-        steps = []
-        for name in os.listdir(self.train.push):
+    def _pushes_there(self) -> dict[str, int]:
+        """Return the steps of this worker's pushes that are there, by their names."""
+        there, steps = look(self.train.push), {}
+        for name in there.names:
             if name.partition("@")[0] == self.name:
                 with contextlib.suppress(Refused):
-                    found = inspect(self.train, name)
-                    steps.append(found.step if found is not None else 0)
+                    if (found := inspect(self.train, name, there)) is not None:
+                        steps[name] = found.step
         return steps
 
     def _join(self, clock: int) -> Lock:
@@ -187,25 +189,27 @@ class Worker(Closing):
         with noting():
             self.config = self.train.config()
         self._begin_prefetch(out)
+        path = None if self.layout.is_small else self._make_staged(name)
         return OpenPush(
-            self.train, self._in_turns, self._make_staged(name), self.step + 1,
-            finite=self.config.nonfinite == "refuse", publish=self._publish, noting=noting,
+            self.train, self._in_turns, path, self.step + 1, noting=noting,
+            finite=self.config.nonfinite == "refuse", publish=partial(self._publish, path),
         )  # fmt: skip
 
     def _make_staged(self, name: str) -> Path:
         """Make a directory for the files of a push: that of the last one, if it has counted, as writing its
-        files anew costs half of making new ones. One file is written where it is. Raises OSError."""
-        path, counted = self._home / name, self._watch.counted()
-        if counted is not None:
+        files anew costs half of making new ones. Raises OSError."""
+        path, counted = self._home / name, self._counted()
+        if counted:
             # If the worker was taken for dead meanwhile, the coordinator has put it aside.
             with contextlib.suppress(FileNotFoundError):
-                if self.layout.is_small:
-                    self.train.directories.open(counted)
-                    return counted
-                move(counted, path)
+                move(self.train.push / counted, path)
                 return path
         path.mkdir()
         return path
+
+    def _counted(self) -> str:
+        """Return the name of the last push if it has counted: it is written anew. Else return ""."""
+        return self._last if self.train.has_counted(self.name, self._pushed) else ""
 
     def _next_push(self, weight: float, lr: float | None) -> Push:
         self._weight, self._lr = float(weight), None if lr is None else float(lr)
@@ -227,15 +231,32 @@ class Worker(Closing):
             self._lock.close()
             raise Refused(errno.ENOLCK, f"another worker has pushed as {self.name!r}: begin again")
 
-    def _publish(self, written: Path, weight: float, lr: float | None) -> int:
+    def _publish(
+        self, written: Path | None, values: Mapping[str, Array], weight: float, lr: float | None
+    ) -> int:
         push = self._next_push(weight, lr)
         check_turn(self.train, self.config, self.train.newest_plan(), push)
-        name = name_in_shards(push)
-        # The rename fails if the worker was taken for dead since the push was begun, and its files removed.
-        os.rename(written, self.train.push / name)
+        name = self._write(push, values) if written is None else name_in_shards(push)
+        if written is not None:
+            # It fails if the worker was taken for dead since the push was begun, and its files removed.
+            os.rename(written, self.train.push / name)
         self.step = self._pushed = push.step
+        self._last = name
         self._watch.pushed(name, self.step)
         return self.step
+
+    def _write(self, push: Push, values: Mapping[str, Array]) -> str:
+        """Publish a push of a small run, and return the name of its file, which may be that of the last."""
+        name, directory = self._counted() or name_in_file(push), self.train.opened["push"]
+        path = os.fspath(directory.path / name)
+        fd = _files.write_version(path, encode(values, metadata_of(push)), directory.view)
+        try:
+            os.close(fd)
+        except BaseException:
+            # It may be published all the same: taking part again tells.
+            self._lock.close()
+            raise
+        return name
 
     # -- pull --------------------------------------------------------------------------------------
 
@@ -310,7 +331,7 @@ class Worker(Closing):
             self._watch.look()
         except (Refused, TrainError):
             clock = self.train.newest_plan().clocks.get(self.name, 0)
-            self.step = self._pushed = max([clock, *self._steps_there()])
+            self.step = self._pushed = max([clock, *self._pushes_there().values()])
             raise
 
     # -- the parameters ----------------------------------------------------------------------------
@@ -318,7 +339,7 @@ class Worker(Closing):
     def _begin_prefetch(self, out: Out) -> None:
         """Fetch the next version's parameters while it is made, into `out` as far as it has them."""
         self._end_prefetch()
-        if self.layout.is_small or len(self.layout.shards) == 1 or not is_foreseen(self.config):
+        if len(self.layout.shards) == 1 or not is_foreseen(self.config):
             return
         self._check_out(out)
         before = self.version if self.version >= 0 else self.train.newest()
@@ -351,13 +372,10 @@ class Worker(Closing):
                     fetched = prefetch.take(plan.version)
                 copied = fetched if prefetch is not None and prefetch.out is out else {}
                 open_shard = partial(self._open_shard, plan.version, fetched, out is None)
-                shards, whole = self.layout.shards, self.layout.whole
-                if self.layout.is_small and whole.name in self.train.in_version(plan.version).files:
-                    shards = (whole,)
                 if out is None:
-                    values = gather(self.layout, shards, open_shard)
+                    values = gather(self.layout, self.layout.shards, open_shard)
                 else:
-                    left = [shard for shard in shards if shard.name not in copied]
+                    left = [one for one in self.layout.shards if one.name not in copied]
                     in_parallel(partial(copy_shard, open_shard, out), left)
                 break
             except FileNotFoundError:
@@ -375,9 +393,7 @@ class Worker(Closing):
         found = fetched.get(shard.name)
         if found is not None and (found.shown or not shown):
             return found
-        directory = self.train.version(version)
-        if shard is self.layout.whole:
-            return ShardFile(directory / shard.name, shown=shown)
-        file = ShardFile(params_of(directory, shard), version=version, shown=shown)
+        directory = self.train.directory(version, shard)
+        file = ShardFile(shard.name, directory, version=version, shown=shown)
         self.train.directories.note_used(file.seen)
         return file

@@ -17,13 +17,12 @@ from numpy.typing import NDArray
 from safetensors.numpy import load_file, save_file
 
 from harness.mountpoint import eventually
-from irdmafs.client import FormatError
+from irdmafs.client import FormatError, _files
 from irdmafs.train import Reducer, Refused, TrainConfig, Worker, begin, coordinator, reducer, worker
-from irdmafs.train.directory import STATE, TrainDirectory
+from irdmafs.train.directory import STATE, TrainDirectory, read_header
 from irdmafs.train.layout import Shard
 from irdmafs.train.open_push import OpenPush
-from irdmafs.train.pushes import check_shard, check_turn, push_in_shards, read_file
-from irdmafs.train.shard_files import read_header
+from irdmafs.train.pushes import check_finite, check_shard, check_turn, push_in_shards, push_of
 
 Arrays = Mapping[str, NDArray[Any]]
 
@@ -78,16 +77,20 @@ def check(run: Path, fd: int, name: str) -> None:
     train = TrainDirectory(run)
     config, layout = train.config(), train.layout
     *folders, last = name.split("/")
-    if not folders:
-        push = read_file(layout, name, fd, finite=config.nonfinite == "refuse")
-        check_turn(train, config, train.newest_plan(), push)
-        return
-    shard = next(one for one in layout.shards if one.name == last)
-    assert push_in_shards(folders[-1]) is not None
     try:
         header = read_header(last, fd, os.fstat(fd).st_size, layout.header_max_bytes)
     except FormatError as error:
         raise Refused(errno.EINVAL, str(error)) from None
+    if not folders:
+        push = push_of(layout, name, header)
+        if config.nonfinite == "refuse":
+            data = np.frombuffer(_files.read_at(fd, os.fstat(fd).st_size, 0), np.uint8)
+            tensors = header.tensors.items()
+            check_finite({one: _files.view(name, data, form) for one, form in tensors})
+        check_turn(train, config, train.newest_plan(), push)
+        return
+    shard = next(one for one in layout.shards if one.name == last)
+    assert push_in_shards(folders[-1]) is not None
     check_shard(shard, header, cut=True)
 
 
@@ -112,8 +115,8 @@ def sized(*, small: bool | None) -> Iterator[None]:
     """Have runs that begin meanwhile be large or small, whatever their models are and wherever; None: as
     they are by themselves."""
 
-    def in_one_part(_: Path, shards: int | None, size: int) -> tuple[list[str], int, bool]:
-        return [str(number) for number in range(shards or 1)], 1, True
+    def in_one_part(_: Path, shards: int | None, size: int) -> tuple[list[str], int]:
+        return [str(number) for number in range(shards or 1)], 0
 
     with pytest.MonkeyPatch.context() as patch:
         if small:

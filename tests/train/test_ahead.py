@@ -355,14 +355,14 @@ def test_push_pull_gives_the_version_if_a_shard_was_made_anew_after_it_was_copie
         a.pull()
         publish = a._publish
 
-        def write_anew_and_publish(written: Path, weight: float, lr: float | None) -> int:
+        def write_anew_and_publish(written: Path, *of: Any) -> int:
             fetch_ahead(a, reducer, reductions)
             copied.append({name: array.copy() for name, array in out.items()})
             shard = a.layout.shards[0]
             slices = slices_of(shard, arrays_of(a.layout, gradients(0, 2)))
             path = os.fspath(written / shard.name)
             os.close(_files.write_version(path, encode(slices, {STEP: "1"})))
-            step = publish(written, weight, lr)
+            step = publish(written, *of)
             reduce_until(reducer, lambda: newest(run) == 1, "the version is made")
             return step
 

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from irdmafs.train.config import TrainConfig
 from irdmafs.train.errors import TrainError
 from irdmafs.train.plan import Push
-from irdmafs.train.pushes import name_in_file, name_in_shards, push_by_name, push_in_shards
+from irdmafs.train.pushes import _push_in_file, name_in_file, name_in_shards, push_in_shards
 from irdmafs.train.rules import RULES, options_of
 
 PATH = Path("config.toml")
@@ -132,8 +132,7 @@ def test_name_of_a_push_says_what_it_was_made_of(push: Push) -> None:
 
 @given(names, st.integers(1, 10**18 - 1))
 def test_name_of_a_push_in_a_file_says_its_worker_and_step(worker: str, step: int) -> None:
-    found = push_by_name(name_in_file(Push(worker, step)))
-    assert found is not None
+    found = _push_in_file(name_in_file(Push(worker, step)), {})
     assert (found.worker, found.step) == (worker, step)
 
 

@@ -64,8 +64,8 @@ def test_node_with_few_names_gets_those() -> None:
 
 
 def test_shards_are_numbered_where_there_are_no_store_nodes(tmp_path: Path) -> None:
-    assert shard_names(tmp_path, None, 1 << 30) == (["0"], 1, False)
-    assert shard_names(tmp_path, 3, 0) == (["0", "1", "2"], 3, False)
+    assert shard_names(tmp_path, None, 1 << 30) == (["0"], 1)
+    assert shard_names(tmp_path, 3, 0) == (["0", "1", "2"], 3)
     assert os.listdir(tmp_path) == []
 
 

@@ -49,10 +49,10 @@ def _model(kind: str) -> Arrays:
     }
 
 
-def _start(folder: Path, kind: str, config: TrainConfig) -> TrainDirectory:
+def _start(folder: Path, kind: str, config: TrainConfig, shards: int = SHARDS) -> TrainDirectory:
     folder.mkdir()
     save_file(_model(kind), folder / "model.safetensors")
-    begin(folder, config, shards=SHARDS)
+    begin(folder, config, shards=shards)
     return TrainDirectory(folder)
 
 
@@ -90,7 +90,7 @@ def _check_lockstep(train: TrainDirectory, records: Records) -> None:
     assert last is not None
     with Mount("kernel") as own:
         alone = own.path / RUN
-        undisturbed = _start(alone, "bsp", train.config())
+        undisturbed = _start(alone, "bsp", train.config(), len(train.layout.shards))
         expected = {0: digest(_model("bsp"))}
         workers = [Worker(alone, name) for name in WORKERS]
         with Reducer(alone, threads=1) as reducer:

@@ -9,9 +9,9 @@ from harness.daemons import paused
 from harness.mountpoint import Mount, eventually
 from harness.parts import ClusterMount, irdmafs_command, run_instead
 from harness.programs import hasty_reducer
-from harness.training_runs import newest, ones, reduce_until, start
+from harness.training_runs import everywhere, newest, ones, reduce_until, start
 
-from irdmafs.train import Reducer, Worker
+from irdmafs.train import Reducer, Refused, Worker
 from irdmafs.train.directory import TrainDirectory
 from irdmafs.train.liveness import is_locked
 
@@ -55,6 +55,35 @@ def test_reducer_that_was_cut_off_for_longer_than_its_lease_goes_on(cluster: Clu
         worker.push(ones(1))
         assert worker.pull(timeout_s=30)["norm"].tolist() == [2] * 3
     process.kill9()
+
+
+@pytest.mark.parametrize("has_counted", [True, False])
+def test_worker_of_a_small_run_that_was_cut_off_pushes_nothing_once_another_has_its_name(
+    cluster: Cluster, has_counted: bool
+) -> None:
+    here, cut_off = cluster.mounts
+    run = start(here.path / "run", small=True)
+    name = TrainDirectory(run).workers / "w"
+    with Worker(cut_off.path / "run", "w") as stopped, Reducer(run) as reducer:
+        stopped.push(ones(1))
+        if has_counted:
+            reduce_until(reducer, lambda: newest(run) == 1, "it counts")
+            stopped.pull(timeout_s=30)
+        push = stopped.begin_push()
+        for parameter, gradient in ones(8).items():
+            push.put(parameter, gradient)
+        with paused(cut_off):
+            eventually(lambda: not is_locked(name), "its lease ends", 30)
+        with Worker(run, "w") as worker:
+            assert worker.step == 1
+            with pytest.raises(OSError, match="Input/output"):
+                push.finish()
+            with pytest.raises(Refused, match="is taking part"):
+                stopped.push(ones(8))
+            reduce_until(reducer, lambda: newest(run) == 1, "the first counts")
+            worker.push(ones(2))
+            reduce_until(reducer, lambda: newest(run) == 2, "that of the other counts")
+    assert everywhere(run, 3)
 
 
 def test_reducer_whose_host_reaches_no_node_leaves_its_parts_to_another(cluster: Cluster) -> None:
