@@ -25,7 +25,7 @@ from xxhash import xxh3_64
 
 from ..unwrap import first_alone
 from .extents import when_unlocked
-from .sparse import is_sparse, next_data
+from .sparse import allocated_bytes, is_sparse, next_data
 
 # The size of a huge page, and the alignment of the streams of a transfer.
 BLOCK_BYTES = 2 << 20
@@ -113,15 +113,26 @@ async def digest_at_rest(
     fd: int, length: int, take: Callable[[int], Awaitable[None]] | None = None
 ) -> bytes:
     """Return the digest of a stripe that is a whole file, read in pieces. Before each piece `take` is
-    called with its length in bytes, and may wait. A descriptor with O_DIRECT reads from the disk itself.
-    Raises OSError."""
+    called with the bytes allocated for it, and may wait; holes cost nothing. A descriptor with O_DIRECT
+    reads from the disk itself. Raises OSError."""
     blocks: list[bytes] = []
-    step = _PIECE_BLOCKS * BLOCK_BYTES
-    for start in range(0, length, step):
-        count = min(step, length - start)
-        if take is not None:
-            await take(count)
+    status = os.fstat(fd)
+    has_holes = is_sparse(status.st_size, status.st_blocks)
+    untaken = allocated_bytes(status.st_size, status.st_blocks)
+    start = 0
+    while start < length:
+        count = cost = min(_PIECE_BLOCKS * BLOCK_BYTES, length - start)
+        if has_holes:
+            data_at = await trio.to_thread.run_sync(next_data, fd, start, length)
+            if data_at >= start + count:
+                count = data_at - start - (data_at % BLOCK_BYTES if data_at < length else 0)
+                cost = 0
+            cost = min(cost, untaken)
+            untaken -= cost
+        if take is not None and cost:
+            await take(cost)
         blocks += await trio.to_thread.run_sync(_hash, fd, start, count)
+        start += count
     return xxh3_64(b"".join(blocks)).digest()
 
 

@@ -83,6 +83,14 @@ def test_holes_have_the_digest_of_zeros() -> None:
 
     assert trio.run(Stripe(fd, 0, size).finish) == expected
     assert trio.run(digest_at_rest, fd, size) == expected
+    paid, longer = list[int](), 1 << 40
+
+    async def pay(count: int) -> None:
+        paid.append(count)
+
+    os.ftruncate(fd, longer)
+    assert trio.run(digest_at_rest, fd, longer, pay) == trio.run(Stripe(fd, 0, longer).finish)
+    assert sum(paid) == os.fstat(fd).st_blocks * 512
     os.ftruncate(fd, size - 1)
     assert trio.run(Stripe(fd, 0, size).finish) != expected
     os.close(fd)
