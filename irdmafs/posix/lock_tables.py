@@ -14,17 +14,20 @@ import os
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from fcntl import F_RDLCK, F_UNLCK, F_WRLCK
+from itertools import chain
 from typing import NamedTuple
 
 import trio
 
 from ..backend.model.lock_claims import FLOCK, POSIX
-from .ranges import Overlaps, Ranges
+from .ranges import Overlaps, Ranges, Span
 
 # The last byte a lock can cover; a lock up to here covers what is appended later, too.
 LAST_BYTE = 2**63 - 1
 # One user may hold so many on a mount.
 LOCKS_OF_USER_MAX = 65536
+# How many locks a search for a deadlock looks at, 1 us each: all users wait meanwhile.
+_LOOKS_MAX = 256
 _REMEMBERED_MAX = 65536
 
 
@@ -76,18 +79,13 @@ class _Waiter:
     event: trio.Event = field(default_factory=trio.Event)
     woken: bool = False
 
+    @property
+    def span(self) -> Span:
+        return self.lock.start, self.lock.end
+
     def wake(self) -> None:
         self.woken = True
         self.event.set()
-
-    def is_in_the_way_of(self, other: "_Waiter") -> bool:
-        one, two = self.lock, other.lock
-        return (
-            self.owner != other.owner
-            and F_WRLCK in (one.type, two.type)
-            and one.start <= two.end
-            and two.start <= one.end
-        )
 
 
 @dataclass(slots=True, eq=False)
@@ -107,17 +105,26 @@ class _Inode:
             return True
         return lock.type == F_WRLCK and self.reads.count(*span) > mine.reads.count(*span)
 
-    def wake(self) -> None:
+    def wake_soon(self) -> None:
+        """Do as `_wake` soon: once, however many locks are given up meanwhile."""
+        trio.lowlevel.current_trio_token().run_sync_soon(self._wake, idempotent=True)
+
+    def _wake(self) -> None:
         """Wake the waiters that nothing is in the way of, but none that another one, woken earlier, is."""
-        woken = [waiter for waiter in self.waiters if waiter.woken]
+        woken = {F_RDLCK: Overlaps(), F_WRLCK: Overlaps()}
         for waiter in self.waiters:
+            if waiter.woken:
+                woken[waiter.lock.type].add(*waiter.span)
+        for waiter in self.waiters:
+            span = waiter.span
             if not (
                 waiter.woken
                 or self.conflicts(waiter.owner, waiter.lock)
-                or any(earlier.is_in_the_way_of(waiter) for earlier in woken)
+                or woken[F_WRLCK].count(*span)
+                or (waiter.lock.type == F_WRLCK and woken[F_RDLCK].count(*span))
             ):
                 waiter.wake()
-                woken.append(waiter)
+                woken[waiter.lock.type].add(*span)
 
 
 # One that nobody has locked or waits for.
@@ -235,7 +242,7 @@ class LockTable:
             self._tidy(ino, inode)
             if waiter.woken:
                 # The next in line may have been passed over for it.
-                trio.lowlevel.current_trio_token().run_sync_soon(inode.wake)
+                inode.wake_soon()
 
     def release_owner(self, ino: int, owner: int) -> None:
         """Remove every lock that `owner` has on the inode, as the last close does."""
@@ -281,8 +288,8 @@ class LockTable:
             held.pid = lock.pid
         if not held:
             del inode.owners[owner]
-        if lock.type != F_WRLCK and inode.waiters:
-            inode.wake()
+        if inode.waiters and (writes.frees or (lock.type == F_UNLCK and reads.frees)):
+            inode.wake_soon()
         self._tidy(ino, inode)
 
     def _tidy(self, ino: int, inode: _Inode) -> None:
@@ -290,17 +297,26 @@ class LockTable:
             del self.inodes[ino]
 
     def _waits_for_itself(self, owner: int, request: tuple[int, Lock]) -> bool:
-        """Return whether the owners that block `request` wait, in the end, for `owner`."""
+        """Return whether the owners that block `request` wait, in the end, for `owner`. Gives up, as Linux
+        does, when that takes long: nobody is told then."""
         reached: set[int] = set()
         unexplored = [(owner, request)]
+        looks = 0
         while unexplored:
             waiter, (ino, lock) = unexplored.pop()
-            for blocker, _ in self._conflicts(ino, waiter, lock):
-                if blocker == owner:
+            owners = self.inodes.get(ino, _UNLOCKED).owners
+            for other in chain((owner,), self._requests):
+                if other == waiter or other in reached:
+                    continue
+                looks += 1
+                if looks > _LOOKS_MAX:
+                    return False
+                if owners.get(other, _NOBODY).first(lock) is None:
+                    continue
+                if other == owner:
                     return True
-                if blocker not in reached:
-                    reached.add(blocker)
-                    unexplored += [(blocker, other) for other in self._requests.get(blocker, ())]
+                reached.add(other)
+                unexplored += [(other, wanted) for wanted in self._requests[other]]
         return False
 
 

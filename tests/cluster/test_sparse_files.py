@@ -121,8 +121,8 @@ def test_longest_file_is_cut_into_few_stripes(cluster: Cluster, here: Path, ther
         assert part["extents"] - had <= STRIPES_MAX
     # At 32 MiB a second looking over so many bytes would take six days.
     cluster.administer("scrub")
-    parts = lambda: cluster.status()["nodes"]  # noqa: E731
-    eventually(lambda: all(one["scrub_running_s"] is None for one in parts()), "it is looked over", 60)
+    is_over = lambda part: part["scrub_running_s"] is None  # noqa: E731
+    eventually(lambda: all(map(is_over, cluster.status()["nodes"])), "it is looked over", 60)
     with pytest.raises(OSError, match="too large"):
         os.truncate(here / "longest", longest + 1)
     (here / "longest").unlink()

@@ -1,7 +1,9 @@
 """The lock tables: fcntl(2) against a model that knows every byte, waiting, deadlocks, flock(2)."""
 
 import errno
+from collections.abc import Callable
 from fcntl import F_RDLCK, F_UNLCK, F_WRLCK
+from typing import Any
 
 import pytest
 import trio
@@ -12,6 +14,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
 from irdmafs.posix.lock_tables import LAST_BYTE, LOCKS_OF_USER_MAX, FlockTable, Lock, LockTable
+from irdmafs.posix.ranges import Overlaps, Ranges
 
 INO = 7
 
@@ -190,6 +193,36 @@ def test_many_locks_of_others_are_not_walked_through(monkeypatch: pytest.MonkeyP
     assert looked_at / 1000 < 150
     with pytest.raises(BlockingIOError):
         table.acquire(INO, 99, write())
+
+
+async def test_who_waits_does_not_walk_through_all_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each waits for all owners of the layer below. Counted by the looks at what is locked."""
+    looks = 0
+
+    def counted(look: Callable[..., Any]) -> Callable[..., Any]:
+        def counting(*arguments: Any) -> Any:
+            nonlocal looks
+            looks += 1
+            return look(*arguments)
+
+        return counting
+
+    monkeypatch.setattr(Ranges, "first", counted(Ranges.first))
+    monkeypatch.setattr(Overlaps, "count", counted(Overlaps.count))
+    table, size = LockTable(), 25
+    for owner in range(size * size):
+        table.acquire(INO, owner, read(owner // size, owner // size))
+    async with trio.open_nursery() as nursery:
+        for owner in range(size, size * size):
+            below = owner // size - 1
+            nursery.start_soon(acquire_wait, table, INO, owner, write(below, below))
+        await trio.testing.wait_all_tasks_blocked()
+        for owner in range(size * size):
+            table.release_owner(INO, owner)
+        await trio.testing.wait_all_tasks_blocked()
+        nursery.cancel_scope.cancel()
+    assert table.count() == size - 1
+    assert looks < 600 * size * size
 
 
 async def test_waiters_that_cannot_have_it_stay_asleep() -> None:
