@@ -34,6 +34,8 @@ GATHER_S = 0.004
 _BYTES_MAX = 65536
 # As many names fit in an answer, and more.
 _NAMES_MAX = 1024
+# Nothing of ours is as many directories below one that is looked at.
+_LEVELS_MAX = 16
 # A thread that nobody waits for any more ends its wait after so long.
 _WATCH_S = 1.0
 # Too much for one answer; not for this user. Such a directory is walked.
@@ -172,18 +174,24 @@ NOTHING = Folder(0, {}, (), {}, ())
 
 
 def look(
-    path: Path, after: int | None = None, timeout_s: float = 0.0, *, walks: bool = True
+    path: Path,
+    after: int | None = None,
+    timeout_s: float = 0.0,
+    *,
+    walks: bool = True,
+    levels: int = _LEVELS_MAX,
 ) -> Folder:
-    """Return what is below a directory; if `after` is a counter, once it is another one, or after a while.
-    If it `walks`, it looks into each directory of a large tree. Raises OSError, InterruptedError too."""
+    """Return what is below a directory, so many levels deep; if `after` is a counter, once it is another
+    one, or after a while. If it `walks`, it looks into each directory of a large tree. Raises OSError,
+    InterruptedError too."""
     try:
         counter, entries = json.loads(_ask(path, _TREE, after, timeout_s))
     except OSError as error:
         if not walks or error.errno not in WALKED:
             raise
         counter = count_changes(path, after, timeout_s)
-        return _walk(path)._replace(counter=counter)
-    return _folder(path, 0, entries)._replace(counter=counter)
+        return _walk(path, levels)._replace(counter=counter)
+    return _folder(path, 0, entries, levels)._replace(counter=counter)
 
 
 def count_changes(path: Path, after: int | None = None, timeout_s: float = 0.0) -> int:
@@ -211,7 +219,7 @@ def _read_xattr(path: Path, attribute: str, answer: ctypes.Array[ctypes.c_char])
     return int(size)
 
 
-def _folder(path: Path, ino: int, entries: Mapping[str, Any]) -> Folder:
+def _folder(path: Path, ino: int, entries: Mapping[str, Any], levels: int) -> Folder:
     files, linked, folders = {}, [], {}
     for name, (number, *more) in entries.items():
         if len(more) == 4:
@@ -220,17 +228,20 @@ def _folder(path: Path, ino: int, entries: Mapping[str, Any]) -> Folder:
                 files[name] = Seen(number, ctime_ns, size)
             if links > 1:
                 linked.append(name)
-        elif more and more[0] is not None:
-            folders[name] = _folder(path / name, number, more[0])
-        elif more:
+        elif not more or not levels:
+            pass
+        elif more[0] is not None:
+            folders[name] = _folder(path / name, number, more[0], levels - 1)
+        else:
             with contextlib.suppress(OSError):
-                folders[name] = _walk(path / name)
+                folders[name] = _walk(path / name, levels - 1)
     return Folder(ino, files, linked, folders, entries.keys())
 
 
-def _walk(path: Path) -> Folder:
+def _walk(path: Path, levels: int) -> Folder:
     """Look at each file. What goes meanwhile, or may not be seen, is not there; nor are files of a
-    directory that has very many: whoever made them would have others look at them for ever."""
+    directory that has very many, nor directories deeper than `levels`: whoever made them would have others
+    look at them for ever."""
     files, linked, folders = {}, [], {}
     with _files.look_up(os.scandir, path) as entries:
         there = list(entries)
@@ -238,7 +249,9 @@ def _walk(path: Path) -> Folder:
         below = path / entry.name
         with contextlib.suppress(OSError):
             if entry.is_dir(follow_symlinks=False):
-                folders[entry.name] = look(below)._replace(ino=entry.inode())
+                if levels:
+                    found = look(below, levels=levels - 1)
+                    folders[entry.name] = found._replace(ino=entry.inode())
             elif len(there) <= _NAMES_MAX and entry.is_file(follow_symlinks=False):
                 status = below.lstat()
                 if is_published(below, status):
