@@ -1,8 +1,8 @@
 """Log lines of nodes and mounts, with their process and request, as text or as JSON.
 
 A request id is made where a request enters the cluster and is sent with its messages, so that one `grep`
-finds the lines of every process for it. The number of lines that strangers on the network can cause is
-limited, and no line can be made to look like two.
+finds the lines of every process for it. The number of lines that strangers on the network, or programs on
+a mount, can cause is limited, and no line can be made to look like two.
 """
 
 import contextlib
@@ -28,7 +28,12 @@ LOG_LIMIT_BYTES = 16 << 20
 # The most lines of one place in the code in this time; further lines are only counted.
 REPEATS_MAX = 10
 REPEAT_WINDOW_S = 10.0
-NETWORK_LOGGERS = ("irdmafs.backend.transport", "irdmafs.backend.kv.faults")
+LIMITED_LOGGERS = (
+    "irdmafs.backend.transport",
+    "irdmafs.backend.kv.faults",
+    "irdmafs.coherence.publishing",
+    "irdmafs.posix.xattrs",
+)
 
 _CONTROL = re.compile(r"[\x00-\x08\x0a-\x1f\x7f-\x9f\u2028\u2029]")
 
@@ -87,7 +92,7 @@ class RepeatLimit(logging.Filter):
         self._places: dict[tuple[str, int], tuple[float, int, int]] = {}
 
     def filter(self, record: logging.LogRecord) -> bool:
-        if not record.name.startswith(NETWORK_LOGGERS):
+        if not record.name.startswith(LIMITED_LOGGERS):
             return True
         place = record.pathname, record.lineno
         now = time.monotonic()

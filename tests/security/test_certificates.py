@@ -483,7 +483,7 @@ def test_the_next_line_says_how_many_were_dropped(monkeypatch: pytest.MonkeyPatc
     limit = logs.RepeatLimit()
 
     def record() -> logging.LogRecord:
-        return logging.LogRecord(logs.NETWORK_LOGGERS[0], 30, "f.py", 1, "bad", (), None)
+        return logging.LogRecord(logs.LIMITED_LOGGERS[0], 30, "f.py", 1, "bad", (), None)
 
     passed = sum(limit.filter(record()) for _ in range(25))
     assert passed == logs.REPEATS_MAX
