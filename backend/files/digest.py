@@ -121,14 +121,14 @@ async def digest_at_rest(
     untaken = allocated_bytes(status.st_size, status.st_blocks)
     start = 0
     while start < length:
-        count = cost = min(_PIECE_BLOCKS * BLOCK_BYTES, length - start)
+        count = min(_PIECE_BLOCKS * BLOCK_BYTES, length - start)
+        cost = min(count, untaken)
         if has_holes:
             data_at = await trio.to_thread.run_sync(next_data, fd, start, length)
             if data_at >= start + count:
                 count = data_at - start - (data_at % BLOCK_BYTES if data_at < length else 0)
                 cost = 0
-            cost = min(cost, untaken)
-            untaken -= cost
+        untaken -= cost
         if take is not None and cost:
             await take(cost)
         blocks += await trio.to_thread.run_sync(_hash, fd, start, count)

@@ -16,7 +16,6 @@ from collections import Counter, defaultdict
 from collections.abc import Awaitable, Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import partial
 from typing import Any, TypeAlias
 
 import trio
@@ -119,8 +118,7 @@ class Door:
         self._nursery = nursery
         self._counters = counters
         self._is_revoked = is_revoked
-        limited = partial(Outstanding, OUTSTANDING_BYTES_MAX)
-        self._outstanding: defaultdict[str, Outstanding] = defaultdict(limited)
+        self.outstanding = defaultdict[str, Outstanding](lambda: Outstanding(OUTSTANDING_BYTES_MAX))
         files, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
         self.strangers = Shares(STRANGERS_MAX)
         self.members = Shares(min(MEMBERS_MAX, int(files * _MEMBERS_SHARE)))
@@ -173,7 +171,7 @@ class Door:
         expires, or when it has to go for others."""
         serial, expires_s = peer.identity.serial, peer.identity.expires_s or math.inf
         if peer.identity.role != "node":
-            peer.outstanding = self._outstanding[peer.who]
+            peer.outstanding = self.outstanding[peer.who]
         with self.members.share(peer.who, for_s=max(expires_s - time.time(), 0)) as scope:
             self._counters.connections += 1
             try:

@@ -23,7 +23,7 @@ T = TypeVar("T")
 LENGTH_BYTES = 4
 _RECEIVE_BYTES = 64 << 10
 # Longer frames count as outstanding while they come.
-_LONG_BYTES = 256 << 10
+_LONG_BYTES = 16 << 10
 # An answer is encrypted in pieces of this size, so that others are served meanwhile.
 _SEND_BYTES = 1 << 20
 _encode = Encoder().encode
@@ -106,15 +106,11 @@ class Frames:
         return bool(self._buffer)
 
     async def _fill_long(self, count: int) -> None:
-        outstanding = self.outstanding
-        await outstanding.room(count)
-        outstanding.taken += count
+        await self.outstanding.take(count)
         try:
             await self._fill(count)
         finally:
-            outstanding.taken -= count
-            if outstanding.waits:
-                outstanding.wake()
+            self.outstanding.give_back(count)
 
     async def _fill(self, count: int) -> None:
         while len(self._buffer) < count:

@@ -48,27 +48,28 @@ Asked: TypeAlias = type[Message] | enum.IntEnum
 
 
 class Outstanding:
-    """The bytes that a peer has outstanding: `taken`, which users change. Who would take more than `most`
-    waits for `room` first; who gives back calls `wake` if somebody `waits`."""
+    """The bytes that a peer has outstanding: `taken`, of `most`."""
 
     def __init__(self, most: float = math.inf) -> None:
         self.most = most
         self.taken = 0
-        self.waits = 0
         self._lot = trio.lowlevel.ParkingLot()
 
     async def room(self, size: int) -> None:
         """Wait until so many bytes are not too much. Who has nothing else may take more than all."""
         while self.taken and self.taken + size > self.most:
-            self.waits += 1
-            try:
-                await self._lot.park()
-            finally:
-                self.waits -= 1
-        self.wake()
+            await self._lot.park()
+        self._lot.unpark()
 
-    def wake(self) -> None:
-        """Have the one that waits longest look again, and then the next one."""
+    async def take(self, size: int) -> None:
+        """Take so many bytes, as soon as there is room."""
+        if self.taken + size > self.most:
+            await self.room(size)
+        self.taken += size
+
+    def give_back(self, size: int) -> None:
+        """Give bytes back. The one that waits longest looks again, and then the next one."""
+        self.taken -= size
         self._lot.unpark()
 
 

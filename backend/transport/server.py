@@ -220,10 +220,7 @@ class Control:
             size += min(message.limit * len(message.extents), messages.GET_BYTES_MAX)
         await acquire(self._slots)
         if size > SHORT_BYTES:
-            outstanding = self._peer.outstanding
-            if outstanding.taken + size > outstanding.most:
-                await outstanding.room(size)
-            outstanding.taken += size
+            await self._peer.outstanding.take(size)
         operation = OPERATIONS.get(type(message))
         if operation is not None and operation.is_short(message):
             await self._serve(message, size, nursery.cancel_scope)
@@ -259,10 +256,7 @@ class Control:
         finally:
             self._slots.release()
             if size > SHORT_BYTES:
-                outstanding = self._peer.outstanding
-                outstanding.taken -= size
-                if outstanding.waits:
-                    outstanding.wake()
+                self._peer.outstanding.give_back(size)
 
     async def _send(self, number: int, answer: messages.Answer, scope: trio.CancelScope) -> None:
         answer.number = number
@@ -275,8 +269,7 @@ class Control:
                 try:
                     await self._frames.flush()
                 finally:
-                    said.taken -= of_etcd
-                    said.wake()
+                    said.give_back(of_etcd)
             if sending.cancelled_caught:
                 log.warning("%s does not take its answers; it is cut off", self._peer)
                 scope.cancel()

@@ -14,13 +14,12 @@ import os
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from fcntl import F_RDLCK, F_UNLCK, F_WRLCK
-from itertools import chain
 from typing import NamedTuple
 
 import trio
 
 from ..backend.model.lock_claims import FLOCK, POSIX
-from .ranges import Overlaps, Ranges, Span
+from .ranges import Overlaps, Ranges
 
 # The last byte a lock can cover; a lock up to here covers what is appended later, too.
 LAST_BYTE = 2**63 - 1
@@ -79,10 +78,6 @@ class _Waiter:
     event: trio.Event = field(default_factory=trio.Event)
     woken: bool = False
 
-    @property
-    def span(self) -> Span:
-        return self.lock.start, self.lock.end
-
     def wake(self) -> None:
         self.woken = True
         self.event.set()
@@ -111,20 +106,13 @@ class _Inode:
 
     def _wake(self) -> None:
         """Wake the waiters that nothing is in the way of, but none that another one, woken earlier, is."""
-        woken = {F_RDLCK: Overlaps(), F_WRLCK: Overlaps()}
-        for waiter in self.waiters:
-            if waiter.woken:
-                woken[waiter.lock.type].add(*waiter.span)
-        for waiter in self.waiters:
-            span = waiter.span
-            if not (
-                waiter.woken
-                or self.conflicts(waiter.owner, waiter.lock)
-                or woken[F_WRLCK].count(*span)
-                or (waiter.lock.type == F_WRLCK and woken[F_RDLCK].count(*span))
-            ):
+        ahead = _Inode()
+        for waiter in sorted(self.waiters, key=lambda waiter: not waiter.woken):
+            owner, lock = waiter.owner, waiter.lock
+            if waiter.woken or not (self.conflicts(owner, lock) or ahead.conflicts(owner, lock)):
                 waiter.wake()
-                woken[waiter.lock.type].add(*span)
+                taken = ahead.writes if lock.type == F_WRLCK else ahead.reads
+                taken.replace((), ((lock.start, lock.end),))
 
 
 # One that nobody has locked or waits for.
@@ -143,8 +131,8 @@ class LockTable:
     def __init__(self) -> None:
         # Tables of inodes that have locks or waiters.
         self.inodes: dict[int, _Inode] = {}
-        # Requests that wait, by owner: several threads of one owner may.
-        self._requests: dict[int, list[tuple[int, Lock]]] = {}
+        # Requests that wait, and their inodes: several threads of one owner may.
+        self._waiting: dict[_Waiter, int] = {}
         self._of_user: dict[int, int] = {}
         # Inodes that had a lock of late, oldest first.
         self._remembered: dict[int, None] = {}
@@ -226,19 +214,15 @@ class LockTable:
         inode = self.inodes.get(ino, _UNLOCKED)
         if not inode.conflicts(owner, lock):
             return
-        request = (ino, lock)
         waiter = _Waiter(owner, lock)
-        self._requests.setdefault(owner, []).append(request)
+        self._waiting[waiter] = ino
         inode.waiters[waiter] = None
         try:
-            if self._waits_for_itself(owner, request):
+            if self._waits_for_itself(waiter):
                 raise OSError(errno.EDEADLK, os.strerror(errno.EDEADLK))
             await waiter.event.wait()
         finally:
-            self._requests[owner].remove(request)
-            if not self._requests[owner]:
-                del self._requests[owner]
-            del inode.waiters[waiter]
+            del self._waiting[waiter], inode.waiters[waiter]
             self._tidy(ino, inode)
             if waiter.woken:
                 # The next in line may have been passed over for it.
@@ -288,7 +272,7 @@ class LockTable:
             held.pid = lock.pid
         if not held:
             del inode.owners[owner]
-        if inode.waiters and (writes.frees or (lock.type == F_UNLCK and reads.frees)):
+        if lock.type != F_WRLCK and inode.waiters:
             inode.wake_soon()
         self._tidy(ino, inode)
 
@@ -296,27 +280,24 @@ class LockTable:
         if not inode.owners and not inode.waiters:
             del self.inodes[ino]
 
-    def _waits_for_itself(self, owner: int, request: tuple[int, Lock]) -> bool:
-        """Return whether the owners that block `request` wait, in the end, for `owner`. Gives up, as Linux
+    def _waits_for_itself(self, waiter: _Waiter) -> bool:
+        """Return whether the owners that block a request wait, in the end, for its own. Gives up, as Linux
         does, when that takes long: nobody is told then."""
-        reached: set[int] = set()
-        unexplored = [(owner, request)]
-        looks = 0
+        reached, unexplored, looks = {waiter}, [waiter], 0
         while unexplored:
-            waiter, (ino, lock) = unexplored.pop()
-            owners = self.inodes.get(ino, _UNLOCKED).owners
-            for other in chain((owner,), self._requests):
-                if other == waiter or other in reached:
+            one = unexplored.pop()
+            owners = self.inodes[self._waiting[one]].owners
+            if one.owner != waiter.owner and owners.get(waiter.owner, _NOBODY).first(one.lock):
+                return True
+            for other in self._waiting:
+                if other in reached or other.owner == one.owner:
                     continue
                 looks += 1
                 if looks > _LOOKS_MAX:
                     return False
-                if owners.get(other, _NOBODY).first(lock) is None:
-                    continue
-                if other == owner:
-                    return True
-                reached.add(other)
-                unexplored += [(other, wanted) for wanted in self._requests[other]]
+                if owners.get(other.owner, _NOBODY).first(one.lock):
+                    reached.add(other)
+                    unexplored.append(other)
         return False
 
 
@@ -335,7 +316,7 @@ class FlockTable(LockTable):
             self.release_owner(ino, owner)
         super().acquire(ino, owner, lock)
 
-    def _waits_for_itself(self, owner: int, request: tuple[int, Lock]) -> bool:
+    def _waits_for_itself(self, waiter: _Waiter) -> bool:
         return False
 
 

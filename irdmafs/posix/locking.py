@@ -266,14 +266,12 @@ class Locking(LockHolder):
             self._loser(pid)  # forgets who has ended
         for table in (self.posix, self.flocks):
             for ino, pid, writes in table.lose():
-                loser = self._loser(pid)
-                if loser is None or ino not in loser.inodes:
-                    log.error(
-                        "%s: the locks of process %d are lost with the session: what it writes is not "
-                        "published until it has closed, unlocked or locked the file",
-                        self._describe(ino), pid,
-                    )  # fmt: skip
-                if loser is None:
+                log.error(
+                    "%s: the locks of process %d are lost with the session: what it writes is not "
+                    "published until it has closed, unlocked or locked the file",
+                    self._describe(ino), pid,
+                )  # fmt: skip
+                if (loser := self._loser(pid)) is None:
                     try:
                         loser = self.lost_by[pid] = _Loser(os.pidfd_open(pid), {})
                     except OSError:

@@ -1,6 +1,6 @@
 """Sets of byte ranges, kept sorted so that looking one up takes the logarithm of their number."""
 
-from bisect import bisect_left, bisect_right, insort
+from bisect import bisect_left, bisect_right
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
@@ -18,11 +18,6 @@ class Change(NamedTuple):
     def growth(self) -> int:
         """Return by how many spans the set grows."""
         return len(self.after) - (self.last - self.first)
-
-    @property
-    def frees(self) -> bool:
-        """Return whether bytes that were in the set may be in it no more."""
-        return self.last > self.first
 
 
 class _Spans:
@@ -95,9 +90,6 @@ class Overlaps(_Spans):
         for start, end in before:
             del self._starts[bisect_left(self._starts, start)]
             del self._ends[bisect_left(self._ends, end)]
-        for span in after:
-            self.add(*span)
-
-    def add(self, start: int, end: int) -> None:
-        insort(self._starts, start)
-        insort(self._ends, end)
+        for start, end in after:
+            self._starts.insert(bisect_left(self._starts, start), start)
+            self._ends.insert(bisect_left(self._ends, end), end)

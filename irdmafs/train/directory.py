@@ -213,7 +213,7 @@ class TrainDirectory:
         once it is another one, or after a while. Raises OSError, InterruptedError too."""
         if not self._are_many:
             try:
-                return look(self.versions, after, timeout_s, walks=False)
+                return look(self.versions, after, timeout_s, levels=0)
             except OSError as error:
                 if error.errno not in WALKED:
                     raise

@@ -34,8 +34,8 @@ GATHER_S = 0.004
 _BYTES_MAX = 65536
 # As many names fit in an answer, and more.
 _NAMES_MAX = 1024
-# Nothing of ours is as many directories below one that is looked at.
-_LEVELS_MAX = 16
+# Nothing of ours is as deep in directories that are too large for an answer.
+_LEVELS_MAX = 8
 # A thread that nobody waits for any more ends its wait after so long.
 _WATCH_S = 1.0
 # Too much for one answer; not for this user. Such a directory is walked.
@@ -174,20 +174,14 @@ NOTHING = Folder(0, {}, (), {}, ())
 
 
 def look(
-    path: Path,
-    after: int | None = None,
-    timeout_s: float = 0.0,
-    *,
-    walks: bool = True,
-    levels: int = _LEVELS_MAX,
+    path: Path, after: int | None = None, timeout_s: float = 0.0, *, levels: int = _LEVELS_MAX
 ) -> Folder:
-    """Return what is below a directory, so many levels deep; if `after` is a counter, once it is another
-    one, or after a while. If it `walks`, it looks into each directory of a large tree. Raises OSError,
-    InterruptedError too."""
+    """Return what is below a directory; if `after` is a counter, once it is another one, or after a while.
+    Looks into each directory of a large tree, so many levels deep. Raises OSError, InterruptedError too."""
     try:
         counter, entries = json.loads(_ask(path, _TREE, after, timeout_s))
     except OSError as error:
-        if not walks or error.errno not in WALKED:
+        if not levels or error.errno not in WALKED:
             raise
         counter = count_changes(path, after, timeout_s)
         return _walk(path, levels)._replace(counter=counter)
@@ -228,20 +222,18 @@ def _folder(path: Path, ino: int, entries: Mapping[str, Any], levels: int) -> Fo
                 files[name] = Seen(number, ctime_ns, size)
             if links > 1:
                 linked.append(name)
-        elif not more or not levels:
-            pass
-        elif more[0] is not None:
-            folders[name] = _folder(path / name, number, more[0], levels - 1)
-        else:
+        elif more and more[0] is not None:
+            folders[name] = _folder(path / name, number, more[0], levels)
+        elif more and levels:
             with contextlib.suppress(OSError):
-                folders[name] = _walk(path / name, levels - 1)
+                folders[name] = _walk(path / name, levels)
     return Folder(ino, files, linked, folders, entries.keys())
 
 
 def _walk(path: Path, levels: int) -> Folder:
     """Look at each file. What goes meanwhile, or may not be seen, is not there; nor are files of a
-    directory that has very many, nor directories deeper than `levels`: whoever made them would have others
-    look at them for ever."""
+    directory that has very many, nor very deep directories: whoever made them would have others look at
+    them for ever."""
     files, linked, folders = {}, [], {}
     with _files.look_up(os.scandir, path) as entries:
         there = list(entries)
@@ -249,9 +241,7 @@ def _walk(path: Path, levels: int) -> Folder:
         below = path / entry.name
         with contextlib.suppress(OSError):
             if entry.is_dir(follow_symlinks=False):
-                if levels:
-                    found = look(below, levels=levels - 1)
-                    folders[entry.name] = found._replace(ino=entry.inode())
+                folders[entry.name] = look(below, levels=levels - 1)._replace(ino=entry.inode())
             elif len(there) <= _NAMES_MAX and entry.is_file(follow_symlinks=False):
                 status = below.lstat()
                 if is_published(below, status):

@@ -410,7 +410,7 @@ def test_newest_of_more_versions_than_an_answer_of_the_mount_can_tell_is_found(r
             push_and_reduce(reducer, worker, ones())
             assert worker.pull(timeout_s=30)["norm"].tolist() == [step] * 3
         with pytest.raises(OSError, match="Argument list too long"):
-            look(worker.train.versions, walks=False)
+            look(worker.train.versions, levels=0)
 
 
 def test_what_is_put_aside_does_not_pile_up(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:

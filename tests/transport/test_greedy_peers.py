@@ -168,6 +168,16 @@ async def test_what_a_peer_has_outstanding_is_limited_in_all(memory: Path, kind:
             nursery.cancel_scope.cancel()
 
 
+async def test_a_frame_counts_before_it_has_ended(memory: Path) -> None:
+    """Else a peer has so much on each of thousands of connections."""
+    async with in_cluster(memory, 1, timeout_s=60) as cluster, greedy(cluster, 2) as streams:
+        half = frame(messages.Put([Parcel(EXTENT, TARGET, bytes(99_000))]))[:50_000]
+        for stream in streams:
+            await stream.send_all(half)
+        outstanding = cluster.nodes[1].listener.host.door.outstanding
+        await until(lambda: outstanding[GREEDY].taken > 2 * 99_000)
+
+
 async def test_streams_leave_others_threads(memory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(data, "THREADS_MAX", 8)
     monkeypatch.setattr(door, "OUTSTANDING_BYTES_MAX", 4 * rights.STREAM_BYTES)

@@ -267,10 +267,7 @@ class Data:
         host, op, extent = self._host, header.op.name.lower(), header.extent
         host.counters.requests[op] += 1
         channel.clean = False
-        outstanding = peer.outstanding
-        if outstanding.taken + STREAM_BYTES > outstanding.most:
-            await outstanding.room(STREAM_BYTES)
-        outstanding.taken += STREAM_BYTES
+        await peer.outstanding.take(STREAM_BYTES)
         with logs.request(header.trace):
             try:
                 await check_right(host.service, RIGHTS, peer, header.op, (extent.content,))
@@ -285,9 +282,7 @@ class Data:
                 reply = Reply(ReplyKind.FAILED, *host.failed(peer, what, error))
                 await self._in_thread(channel, partial(channel.conclude, reply))
             finally:
-                outstanding.taken -= STREAM_BYTES
-                if outstanding.waits:
-                    outstanding.wake()
+                peer.outstanding.give_back(STREAM_BYTES)
         return channel.clean
 
     def _in_thread(self, channel: Channel, work: Callable[[], T]) -> Awaitable[list[T]]:
