@@ -33,7 +33,6 @@ from irdmafs.backend.transport.verbs.messages import QueueEnd
 from irdmafs.backend.trust.security import Credentials
 
 DOOR = "irdmafs.backend.transport.door"
-HUGE = 1 << 60
 TARGET = Target(1, 1, ())
 CODEC = codec_for(all_movers())
 Begin = Callable[[Place], Awaitable[trio.SocketStream]]
@@ -474,19 +473,6 @@ async def test_nonsense_on_a_data_connection_costs_it_the_connection_and_nobody_
             await connection.aclose()
         assert not [record for record in caplog.records if record.exc_info]
         await until(lambda: not cluster.service(1).leftovers)
-        await unchanged(cluster, before)
-
-
-async def test_an_extent_of_an_exabyte_is_enospc(memory: Path) -> None:
-    async with in_cluster(memory, 1) as cluster:
-        cluster.service(1).limit_bytes = 1 << 62
-        stream = await data_connection(cluster)
-        before = Usage()
-        await stream.send(stream.framed(wire.encode(writing(HUGE, (0, HUGE)))) + bytes(100))
-        reply = await stream.reply()
-        assert reply.kind is wire.ReplyKind.FAILED
-        assert reply.code in (errno.ENOSPC, errno.EFBIG)
-        await stream.aclose()
         await unchanged(cluster, before)
 
 
