@@ -480,16 +480,14 @@ async def test_streams_that_overlap_store_nothing(
     memory: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     async with in_cluster(memory, 1) as cluster:
-        opened = []
-        for _ in range(2):
-            stream = await data_connection(cluster)
-            header = writing(2000, (0, 1000))._replace(comes=2000)
-            await stream.send(stream.framed(wire.encode(header)) + bytes(500))
-            opened.append(stream)
-        await until(lambda: bool(warnings(caplog)))
-        assert "two streams bring the same bytes" in warnings(caplog)[0]
-        for stream in opened:
-            await stream.aclose()
+        async with contextlib.AsyncExitStack() as opened:
+            for _ in range(2):
+                stream = await data_connection(cluster)
+                opened.push_async_callback(stream.aclose)
+                header = writing(2000, (0, 1000))._replace(comes=2000)
+                await stream.send(stream.framed(wire.encode(header)) + bytes(500))
+            await until(lambda: bool(warnings(caplog)))
+            assert "two streams bring the same bytes" in warnings(caplog)[0]
         await until(lambda: not cluster.service(1).leftovers)
         assert not cluster.service(1).sealed
 
