@@ -119,8 +119,7 @@ def test_longest_file_is_cut_into_few_stripes(cluster: Cluster, here: Path, ther
     check(there / "longest", longest, {longest - 1: b"x"})
     for part, had in zip(cluster.status()["nodes"], before, strict=True):
         assert part["extents"] - had <= STRIPES_MAX
-    # At 32 MiB a second looking over so many bytes would take six days.
-    cluster.administer("scrub")
+    cluster.administer("scrub")  # At 32 MiB a second so many bytes would take six days.
     is_over = lambda part: part["scrub_running_s"] is None  # noqa: E731
     eventually(lambda: all(map(is_over, cluster.status()["nodes"])), "it is looked over", 60)
     with pytest.raises(OSError, match="too large"):

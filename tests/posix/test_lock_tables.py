@@ -131,14 +131,6 @@ TestLocksAgainstEveryByte.settings = settings(
 )
 
 
-def test_a_lock_to_the_end_covers_the_largest_offset() -> None:
-    table = LockTable()
-    table.acquire(INO, 1, write(10))
-    assert table.test(INO, 2, read(LAST_BYTE, LAST_BYTE)) == write(10)
-    table.acquire(INO, 1, unlock(LAST_BYTE, LAST_BYTE))
-    assert table.test(INO, 2, read()) == write(10, LAST_BYTE - 1)
-
-
 @pytest.mark.parametrize(
     "lock", [write(-1, 5), write(5, 4), write(0, LAST_BYTE + 1), Lock(77, 0, 1, 1)]
 )
@@ -231,15 +223,15 @@ async def test_waiters_that_cannot_have_it_stay_asleep() -> None:
     assert order[2:] == [3]
 
 
-@pytest.mark.parametrize("given", [unlock(50, 50), read(50, 50)])
+@pytest.mark.parametrize("given", [unlock(50, 50), read(50, 50), unlock(LAST_BYTE, LAST_BYTE)])
 async def test_a_waiter_gets_the_part_that_is_unlocked_or_downgraded(given: Lock) -> None:
     table = LockTable()
     table.acquire(INO, 1, write())
     async with trio.open_nursery() as nursery:
-        nursery.start_soon(acquire_wait, table, INO, 2, read(50, 50))
+        nursery.start_soon(acquire_wait, table, INO, 2, read(given.start, given.end))
         await trio.testing.wait_all_tasks_blocked()
         table.acquire(INO, 1, given)
-    assert table.test(INO, 3, write(50, 50)) is not None
+    assert table.test(INO, 3, write(given.start, given.end)) is not None
 
 
 @pytest.mark.parametrize("kind", [LockTable, FlockTable])
