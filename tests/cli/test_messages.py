@@ -370,7 +370,6 @@ def test_attribute_that_means_nothing_is_refused_and_log_and_status_say_why(moun
             assert f"'user.irdmafs.{name}' is refused: " in told
             assert said in told
             assert f"process {os.getpid()} gave {value!r}" in told
-    # Else whoever may write anywhere pushes all other lines out of the log.
     for _ in range(100):
         with pytest.raises(OSError):
             os.setxattr(mounted.path, "user.irdmafs.nonsense", b"")

@@ -103,8 +103,7 @@ def test_directory_with_too_much_for_an_answer_is_looked_at_in_parts(folders: li
 
 def test_very_many_files_and_very_deep_directories_are_not_there(folders: list[Path]) -> None:
     """A thousand directories, each in another, would end who looks by a RecursionError."""
-    deep = folders[1] / Path(*"d" * 100)
-    deep.mkdir(parents=True)
+    folders[1].joinpath(*"d" * 100).mkdir(parents=True)
     assert 5 < len(by_path(look(folders[1]))) < 10
     many = folders[0] / "many"
     many.mkdir()
