@@ -10,7 +10,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from harness.beside import repeating
+from harness.beside import beside, repeating
 from harness.claims import claim_exclusively, few_transactions, often
 from harness.clusters import Apart, Cluster, ClusterMount, Plan, counters
 from harness.errors import fails_with
@@ -415,13 +415,11 @@ def test_what_was_stored_although_no_answer_came_is_not_taken_for_a_change_of_ot
             cluster.cut(cluster.etcd.members[0], holder, one_way=True)
             (here / "0").unlink()
             (here / "1").unlink()
-            stored = threading.Thread(target=fails_to_sync, args=(file.fileno(),))
-            stored.start()
-            eventually(lambda: cluster.key_count() < before, "they are stored")
-            (here / "2").unlink()
-            (here / "3").unlink()
-            assert sorted(os.listdir(there)) == ["2", "3"]
-            stored.join()
+            with beside(lambda: fails_to_sync(file.fileno())):
+                eventually(lambda: cluster.key_count() < before, "they are stored")
+                (here / "2").unlink()
+                (here / "3").unlink()
+                assert sorted(os.listdir(there)) == ["2", "3"]
             cluster.heal_all()
             eventually(lambda: not os.listdir(there), "the others are stored")
         assert "are lost" not in holder.log.read_text()
@@ -532,14 +530,12 @@ def test_a_holder_that_answered_while_who_looked_did_not_run_is_asked_again(
     (here / "file").touch()
     holder.pause()
     asked = time.monotonic()
-    looking = threading.Thread(target=os.listdir, args=(there,))
-    looking.start()
-    time.sleep(0.6 * ttl_s)
-    other.pause()
-    holder.resume()
-    time.sleep(max(0.0, asked + 1.1 * ttl_s - time.monotonic()))
-    other.resume()
-    looking.join()
+    with beside(lambda: os.listdir(there)):
+        time.sleep(0.6 * ttl_s)
+        other.pause()
+        holder.resume()
+        time.sleep(max(0.0, asked + 1.1 * ttl_s - time.monotonic()))
+        other.resume()
     (here / "next").mkdir()
     claim_exclusively(here / "next")
     for number in range(20):
