@@ -38,6 +38,11 @@ class Commit:
     made_in: Set[int] = frozenset()
     changed_in: Set[int] = frozenset()
 
+    def concerned(self) -> set[int]:
+        """Return the inodes that it changes, and the directories of its names."""
+        found = {parent for parent, _, _ in self.names}
+        return found.union(inode.ino for inode in (*self.inodes, *self.gone))
+
 
 def operations(commit: Commit) -> list[Put | Delete]:
     """Return the record changes. Those of a removed directory delete its times, too, if it has any."""

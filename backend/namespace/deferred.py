@@ -161,10 +161,9 @@ class Deferred:
         if any(one.is_dir and not self._claims.revision(one.ino) for one in commit.gone):
             return True  # there must be no names in it
         keys = [name_key(parent, name) for parent, name, _ in commit.names]
-        keys += [inode_key(parent) for parent, _, _ in commit.names]
-        keys += map(inode_key, commit.within)
+        keys += map(inode_key, commit.concerned().union(commit.within))
         keys += [time_key(ino) for ino, time_ns in commit.times if time_ns is None]
-        keys += [inode_key(one.ino) for one in (*commit.inodes, *commit.gone, *commit.fixed)]
+        keys += [inode_key(one.ino) for one in commit.fixed]
         keys += [inode_key(ino) for one in commit.sources for ino in (one.ino, one.parent)]
         return any(key in self._waiting or key in self._under_way for key in keys)
 

@@ -80,8 +80,8 @@ class SharedCommitter:
         if claims is not None and after_commit is not None:
             self.deferred = Deferred(tree, engine, hub, claims, after_commit)
         self._lost = self.deferred.lost if self.deferred is not None else {}
-        # Files that no other mount sees, and that are being stored; and those of which it is not known
-        # whether they were.
+        # Files that no other mount sees, and that are being stored; and the files and directories of
+        # changes of which it is not known whether they were made.
         self._storing: dict[int, trio.Event] = {}
         self._unsure: set[int] = set()
         # The keys of records of inodes and names that are being changed by transactions.
@@ -185,7 +185,7 @@ class SharedCommitter:
                     raise
                 return False
             except BaseException:
-                self._unsure.update(kept)
+                self._unsure |= commit.concerned()
                 raise
             finally:
                 for ino in kept:
@@ -209,19 +209,21 @@ class SharedCommitter:
     # -- new files that this mount keeps to itself -------------------------------------------------
 
     async def _has_to_wait(self, commit: Commit) -> bool:
-        """Wait until no file of a commit is just being stored, and return whether there was one."""
-        for inode in (*commit.inodes, *commit.gone):
-            storing = self._storing.get(inode.ino)
+        """Wait until no file of a commit is just being stored, and until it is known how earlier changes of
+        the same files and directories ended. Return whether there was such a thing."""
+        concerned = commit.concerned()
+        for storing in map(self._storing.get, concerned):
             if storing is not None:
                 await detach()
                 await storing.wait()
                 return True
-            if inode.ino in self._unsure:
-                await detach()
-                await self._engine.fenced.settle()
-                await self._hub.barrier()
-                self._unsure.discard(inode.ino)
-                return True
+        if not self._unsure.isdisjoint(concerned):
+            unsure = [*self._unsure]
+            await detach()
+            await self._engine.fenced.settle()
+            await self._hub.barrier()
+            self._unsure.difference_update(unsure)
+            return True
         return False
 
     async def _is_made_possible(self, commit: Commit) -> bool:
@@ -281,11 +283,9 @@ class SharedCommitter:
     def _check(self, commit: Commit) -> None:
         """Raise OSError EROFS for what may not be changed; and EIO, once, for a change of names or
         attributes in a directory in which earlier ones are lost."""
-        if self.writable is not ALL_INOS and not commit.local:
-            changed = [parent for parent, _, _ in commit.names]
-            changed += [inode.ino for inode in (*commit.inodes, *commit.gone)]
-            if not all(ino in self.writable for ino in changed):
-                raise fail(errno.EROFS)
+        may_be_refused = self.writable is not ALL_INOS and not commit.local
+        if may_be_refused and not all(ino in self.writable for ino in commit.concerned()):
+            raise fail(errno.EROFS)
         if self.deferred is not None and (commit.may_wait or commit.names):
             self.deferred.tell_lost(_has_files_in(commit))
 
@@ -375,9 +375,7 @@ class SharedCommitter:
 
     def _directories(self, commit: Commit) -> tuple[int, ...]:
         """Return the directories that a commit changes, or whose inodes it changes."""
-        found = set()
-        for ino, _ in commit.times:
-            found.add(ino)
+        found = {ino for ino, _ in commit.times}
         for inode in commit.inodes:
             found.update((inode.ino,) if inode.is_dir else self._tree.parents_of(inode.ino))
         for inode in commit.gone:
@@ -397,10 +395,7 @@ class SharedCommitter:
 
 def _makes_names_in(commit: Commit) -> set[int]:
     """Return the directories that get names, change or go."""
-    found = set()
-    for parent, _, ino in commit.names:
-        if ino:
-            found.add(parent)
+    found = {parent for parent, _, ino in commit.names if ino}
     for inode in (*commit.inodes, *commit.gone):
         if inode.is_dir and inode is not commit.new:
             found.add(inode.ino)
@@ -410,9 +405,7 @@ def _makes_names_in(commit: Commit) -> set[int]:
 def _has_files_in(commit: Commit) -> set[int]:
     """Return the directories of the names and files that a commit changes. Of a file with several names
     nothing is deferred, so its directories do not matter."""
-    found = set()
-    for parent, _, _ in commit.names:
-        found.add(parent)
+    found = {parent for parent, _, _ in commit.names}
     for inode in (*commit.inodes, *commit.gone):
         if inode.name and not (inode.is_dir or inode.more):
             found.add(inode.parent)

@@ -4,14 +4,14 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager, nullcontext
 from types import SimpleNamespace
 from typing import Any
-from unittest.mock import AsyncMock
+from unittest.mock import AsyncMock, patch
 
 import pytest
 import trio
 import trio.testing
 from harness.etcd_server import EtcdKeys
 from harness.models.namespace import DIRECTORY, FILE, SYMLINK
-from harness.shared_namespaces import HostNamespace, Lagging, all_at_once, error_of, host
+from harness.shared_namespaces import HostNamespace, Lagging, all_at_once, error_of, found, host
 
 from irdmafs.backend.model.records import ContentId, MountRecord
 from irdmafs.backend.namespace import (
@@ -119,10 +119,28 @@ async def test_its_name_is_free_only_if_its_mount_has_ended(keys: EtcdKeys, ende
 ALL_CLAIMED: Any = SimpleNamespace(
     is_ours=lambda directory: True, is_exclusive=lambda directory: False,
     is_of_another=lambda directory: False, is_exclusive_elsewhere=lambda directory: False,
-    revision=lambda directory: 0, recall=AsyncMock(), look=AsyncMock(),
+    revision=lambda directory: 1, recall=AsyncMock(), look=AsyncMock(),
     making=lambda directory: [], removing=lambda directory: [],
     taking=lambda commit: nullcontext(([], [])),
 )  # fmt: skip
+
+
+async def test_a_change_that_may_have_been_made_is_known_before_the_next(keys: EtcdKeys) -> None:
+    """etcd has a file's new name, and the program that gave it is killed before the answer comes."""
+    async with host(keys, Lagging, maker=HERE, claims=ALL_CLAIMED) as here:
+        into = (await here.create(ROOT_INO, b"into", DIRECTORY | 0o755, 0, 0)).ino
+        file = await here.create(ROOT_INO, b"file", FILE | 0o644, 0, 0, seen=True)
+
+        async def not_answered(*change: Any, transact: Any = here.engine.transact) -> None:
+            await transact(*change)
+            program.cancel()
+            await trio.lowlevel.checkpoint()
+
+        with patch.object(here.engine, "transact", not_answered), trio.CancelScope() as program:
+            await here.rename(ROOT_INO, b"file", into, b"new", 0)
+        again = here.create(into, b"new", DIRECTORY | 0o755, 0, 0)
+        ends = await all_at_once(again, here.rmdir(ROOT_INO, b"into"))
+        assert (*ends, found(here, into, b"new").ino) == ("EEXIST", "ENOTEMPTY", file.ino)
 
 
 @pytest.mark.parametrize("by", ["its first version", "a link"])
