@@ -12,7 +12,7 @@ import shutil
 import stat
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
@@ -61,13 +61,19 @@ class Versions:
         self._versions, self._held, self._drafts = (
             os.path.join(self.directory, name) for name in _INSIDE
         )
+        self._putting_aside: threading.Thread | None = None
 
     def path(self, number: int) -> str:
         """Return the directory of a version, which may be gone, or yet to come."""
         return os.path.join(self._versions, str(number))
 
     def numbers(self) -> list[int]:
-        """Return the numbers of the versions that are there. Raises OSError."""
+        """Return the numbers of the versions that are there, without those that this object is about to
+        remove. Raises OSError."""
+        self._end_putting_aside()
+        return self._numbers()
+
+    def _numbers(self) -> list[int]:
         try:
             names = os.listdir(self._versions)
         except FileNotFoundError:
@@ -77,7 +83,7 @@ class Versions:
     def newest(self) -> int:
         """Return the number of the newest version that any host has published; 0 if there is none. Raises
         OSError."""
-        newest = max(self.numbers(), default=0)
+        newest = max(self._numbers(), default=0)
         # A listing may be older by a moment; "no such file" never is.
         while os.path.lexists(self.path(newest + 1)):
             newest += 1
@@ -167,14 +173,20 @@ class Versions:
         self._finish(rest)
 
     def _tidy_later(self, rest: contextlib.ExitStack) -> None:
-        """Do as tidy() does, but have a thread do the `rest`: nobody waits for that. If the program is
-        killed, who tidies next does it."""
-        self._put_aside(rest)
+        """Do as tidy() does, and the `rest`, in threads: nobody waits for that, except that numbers() waits
+        until old versions are put aside. If the program is killed, who tidies next does it."""
         rest = rest.pop_all()
-        try:
-            threading.Thread(target=self._finish, args=(rest,)).start()
-        except RuntimeError:  # the program ends, or may have no more threads
-            self._finish(rest)
+
+        def put_aside() -> None:
+            self._put_aside(rest)
+            _in_thread(partial(self._finish, rest))
+
+        self._end_putting_aside()
+        self._putting_aside = _in_thread(put_aside)
+
+    def _end_putting_aside(self) -> None:
+        if self._putting_aside is not None:
+            self._putting_aside.join()
 
     def _finish(self, rest: contextlib.ExitStack) -> None:
         try:
@@ -185,7 +197,7 @@ class Versions:
     def _put_aside(self, rest: contextlib.ExitStack) -> None:
         """Move what is to be removed to where nobody looks for it. The `rest` is to remove it there."""
         try:
-            numbers = [str(number) for number in self.numbers()]
+            numbers = [str(number) for number in self._numbers()]
             old, kept = {*numbers[: -self.keep]}, {*numbers[-self.keep :]}
             names = {*os.listdir(self._held), *os.listdir(self._drafts), *old} - kept
         except OSError as error:
@@ -313,6 +325,17 @@ class Versions:
                 with contextlib.suppress(OSError):
                     _locks.lock(fd, _locks.NONE)
                 os.close(fd)
+
+
+def _in_thread(work: Callable[[], None]) -> threading.Thread | None:
+    """Have a thread do some work, and return it; without one if the program ends, or may have no more."""
+    thread = threading.Thread(target=work)
+    try:
+        thread.start()
+    except RuntimeError:
+        work()
+        return None
+    return thread
 
 
 def _remove(directory: str) -> None:
