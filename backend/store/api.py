@@ -80,6 +80,11 @@ class Store(Protocol):
         known to be a version."""
         raise fail(errno.EOPNOTSUPP)
 
+    def send_ahead(self, version: NewVersion, after_s: float) -> None:
+        """Begin to bring to its nodes what `publish_together` will publish soon, unless it is small.
+        `after_s`: when a write to it since would have moved its times."""
+        return
+
     def holds_alone(self, directory: int) -> bool:
         """Return whether no other host looks into a directory before `before_looks` has returned."""
         return False

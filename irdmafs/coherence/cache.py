@@ -215,6 +215,7 @@ class Cache:
         assert content is not None
         if handle.writing:
             if self.put_off.handles and self.put_off.keeps(handle):
+                self.drafts.send_ahead(handle)
                 return
             content.leaving += 1
             try:

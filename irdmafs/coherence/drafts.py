@@ -47,6 +47,14 @@ class Drafts(OnHost):
         self._release = release
         self._storing = trio.Lock()
 
+    def send_ahead(self, handle: Handle) -> None:
+        """Have a file whose last descriptor is closed sent to its nodes while others are gathered."""
+        content = handle.content
+        assert content is not None
+        if content.writers == 1 and not content.mapped:
+            version = self._publisher.version_of(content, self._table.stat(content))
+            self._store.send_ahead(version, self._table.grain_s)
+
     async def run(self) -> None:
         """Store what is put off, soon after it was."""
         put_off, pauses = self._put_off, Pauses(_RETRY_FIRST_S, _RETRY_MAX_S)

@@ -287,7 +287,7 @@ class Publisher(OnHost):
             stays = stays or content.writers > 1  # others may have opened it meanwhile
             status = self._table.stat(content)
             copies = stays and bool(status.st_size) and self._copies(content)
-            version = self._version_of(content, status, name, pid)
+            version = self.version_of(content, status, name, pid)
             try:
                 if copies:
                     version = version.with_bytes_of(*await self._in_place.copied(content))
@@ -329,7 +329,7 @@ class Publisher(OnHost):
                     stats[content] = self._table.stat(content)
             if not stats:
                 return
-            versions = [self._version_of(each, status, None, 0) for each, status in stats.items()]
+            versions = [self.version_of(each, status) for each, status in stats.items()]
             inodes = await self._store.publish_together(versions)
             for (content, status), inode in zip(stats.items(), inodes, strict=True):
                 self._table.published[content.ino] = inode.version
@@ -355,8 +355,8 @@ class Publisher(OnHost):
         need a copy, as they see whole versions only. So does everything that leaves this host."""
         return content.state is State.REPLACING or self._store.sends
 
-    def _version_of(
-        self, content: Content, status: os.stat_result, name: Name | None, pid: int
+    def version_of(
+        self, content: Content, status: os.stat_result, name: Name | None = None, pid: int = 0
     ) -> NewVersion:
         """Return the version that the content would be now; `status` is its extent's stat."""
         replaces = content.state is State.REPLACING

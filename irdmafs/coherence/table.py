@@ -127,6 +127,11 @@ class ContentTable:
             return False
         return time.time_ns() - (status or self.stat(content)).st_mtime_ns < self._grain_ns
 
+    @property
+    def grain_s(self) -> float:
+        """Return after how many seconds each write moves a time that was looked at now."""
+        return self._grain_ns / 1e9
+
     def is_changed(self, handle: Handle, content: Content) -> bool:
         """Return whether closing the handle has anything to publish, as far as stat can tell."""
         if handle.since is not None and self.stamp(content) == handle.since:

@@ -211,6 +211,43 @@ def test_what_was_closed_before_it_survives(failing: Cluster, apart: Apart, by: 
     assert contents(there / ("final" if by == "rename" else "a.tmp")) == made
 
 
+def test_large_files_are_sent_before_they_are_named() -> None:
+    """And again if they are changed; and given up if they are removed."""
+    with Cluster(Plan(nodes=2, lease_ttl_s=60)) as cluster:
+        one, other = (mount.path for mount in cluster.mounts)
+        os.setxattr(one, "user.irdmafs.drafts", b"*.tmp")
+        (one / "a.tmp").mkdir()
+        (one / "a.tmp" / "small").write_bytes(b"")
+
+        def stored() -> set[int]:
+            return {node.stored_bytes() for node in cluster.nodes}
+
+        (etcd,) = cluster.etcd.members
+        etcd.pause()
+        made = {"small": b"", **written(one / "a.tmp", 4, 200_000)}
+        eventually(lambda: stored() == {800_000}, "each node has all of them")
+        etcd.resume()
+        (one / "a.tmp").rename(one / "a")
+        assert contents(other / "a") == made
+
+        (one / "b.tmp").mkdir()
+        made = written(one / "b.tmp", 40, 100_000)
+        for name in [*made]:
+            match int(name) % 4:
+                case 0:
+                    (one / "b.tmp" / name).unlink()
+                    del made[name]
+                case 1:
+                    os.truncate(one / "b.tmp" / name, 70_000)
+                    made[name] = made[name][:70_000]
+                case 2:
+                    os.utime(one / "b.tmp" / name, (1, 1))
+        (one / "b.tmp").rename(one / "b")
+        assert contents(other / "b") == made
+        left = 800_000 + sum(map(len, made.values()))
+        eventually(lambda: stored() == {left}, "nodes keep nothing else")
+
+
 def test_a_host_that_dies_leaves_whole_files_or_none(failing: Cluster, apart: Apart) -> None:
     holder, here, there = apart
     (here / "a.tmp").mkdir()

@@ -67,6 +67,8 @@ class Changes:
         # Called with the revision of a transaction, whether this process made it, and whether it is a
         # single known one; it is not for all those together that were missed while the watch was broken.
         self.transaction_listeners: list[Callable[[int, bool, bool], None]] = []
+        # Called with a content whose file left this host.
+        self.gone_listeners: list[Callable[[ContentId], None]] = []
 
     # -- listener of the tree ----------------------------------------------------------------------
 
@@ -115,6 +117,8 @@ class Changes:
     def content_gone(self, extent: ContentId) -> None:
         for part in self.mount_listeners:
             part.content_gone(extent)
+        for listener in self.gone_listeners:
+            listener(extent)
 
 
 class Member:

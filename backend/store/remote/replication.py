@@ -42,6 +42,11 @@ _GIVEN_UP_AT_ONCE = 8
 # which is tried so often.
 _TOGETHER_AT_ONCE = 4
 _TOGETHER_TRIES = 3
+# So many are sent ahead at a time.
+_AHEAD_AT_ONCE = 4
+
+# A version with its layout and number, how it is sent, and the inode before.
+_Begun = tuple[NewVersion, Transfer, Inode]
 
 
 class Publisher:
@@ -58,6 +63,9 @@ class Publisher:
         self._given_up = 0
         self._asking = trio.CapacityLimiter(_GIVEN_UP_AT_ONCE)
         self._unsure: dict[ContentId, None] = {}  # the oldest first
+        self._ahead: dict[ContentId, tuple[NewVersion, Transfer]] = {}
+        self._ahead_limit = trio.CapacityLimiter(_AHEAD_AT_ONCE)
+        cluster.changes.gone_listeners.append(self._drop_ahead)
         self.figures = PublishFigures()
 
     def allocate(self, inode: Inode) -> tuple[ContentId, int]:
@@ -119,23 +127,59 @@ class Publisher:
                     return inode
                 await self._cluster.replica.barrier()
 
+    def send_ahead(self, version: NewVersion, after_s: float) -> None:
+        if version.size > self._cluster.small_bytes and not self._namespace.quotas.in_use:
+            self._cluster.nursery.start_soon(self._send_ahead, version, after_s)
+
+    async def _send_ahead(self, version: NewVersion, after_s: float) -> None:
+        extent, contents = version.extent, self._contents
+        await trio.sleep(after_s)
+        with log_failure(log.debug, "content %x was not sent ahead", extent), ExitStack() as ending:
+            async with self._ahead_limit:
+                version = self._placed(version, self._namespace.inode(version.ino))
+                fd = await self._opened(version, ending)
+                if extent in contents.sent or session_of(extent) != self._session.number:
+                    return  # it is being published, or will get another number
+                contents.sent.add(extent)
+                transfer = Transfer(self._cluster, version, fd, contents.hands_over(extent))
+                self._ahead[extent] = version, transfer
+                await transfer.send_ahead()
+
+    def _drop_ahead(self, extent: ContentId) -> None:
+        """Give up a content that was sent ahead and has other bytes now, or no file."""
+        if extent in self._ahead:
+            self._give_up(*self._ahead.pop(extent), is_certain=True)
+
+    async def _begin(
+        self, version: NewVersion, session: int, begun: list[_Begun], ending: ExitStack
+    ) -> None:
+        """Begin to send a version of a new file, or go on if that was begun ahead."""
+        extent, before = version.extent, self._namespace.inode(version.ino)
+        placed = self._placed(version, before)
+        fd = await self._opened(placed, ending)
+        if extent in self._ahead:
+            sent, transfer = self._ahead[extent]
+            if await transfer.go_on(fd) and session_of(extent) == session:
+                del self._ahead[extent]
+                begun.append((placed._replace(layout=sent.layout), transfer, before))
+                return
+            self._drop_ahead(extent)
+        placed = self._numbered(placed, session, extent, ending)
+        is_adoptable = self._contents.hands_over(placed.extent)
+        begun.append((placed, Transfer(self._cluster, placed, fd, is_adoptable), before))
+
     async def publish_together(self, versions: Sequence[NewVersion]) -> list[Inode]:
         """Make contents the next versions of files that no other mount sees yet, in one transaction (see
         Store.publish_together)."""
         session = await self._session.wait_valid(self._cluster.timeout_s)
         # Nodes keep what they are sent as long as this session lives, whichever is the mount's by then.
         lives = self._session.compare()
-        begun: list[tuple[NewVersion, Transfer, Inode]] = []
+        begun: list[_Begun] = []
         is_asked = False
         with ExitStack() as ending:
-            for version in versions:
-                before = self._namespace.inode(version.ino)
-                placed = self._placed(version, before)
-                fd = await self._opened(placed, ending)
-                placed = self._numbered(placed, session, version.extent, ending)
-                is_adoptable = self._contents.hands_over(placed.extent)
-                begun.append((placed, Transfer(self._cluster, placed, fd, is_adoptable), before))
             try:
+                for version in versions:
+                    await self._begin(version, session, begun, ending)
                 for placed, _, _ in begun:
                     self._contents.publishing.add(placed.extent)
                 transfers = [transfer for _, transfer, _ in begun]
