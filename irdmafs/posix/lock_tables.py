@@ -25,8 +25,8 @@ from .ranges import Overlaps, Ranges
 LAST_BYTE = 2**63 - 1
 # One user may hold so many on a mount.
 LOCKS_OF_USER_MAX = 65536
-# How many locks a search for a deadlock looks at, 1 us each: all users wait meanwhile.
-_LOOKS_MAX = 256
+# How many owners of locks a search for a deadlock looks at, 2 us each: all users wait meanwhile.
+_LOOKS_MAX = 1024
 _REMEMBERED_MAX = 65536
 
 
@@ -131,8 +131,8 @@ class LockTable:
     def __init__(self) -> None:
         # Tables of inodes that have locks or waiters.
         self.inodes: dict[int, _Inode] = {}
-        # Requests that wait, and their inodes: several threads of one owner may.
-        self._waiting: dict[_Waiter, int] = {}
+        # Requests that wait, by owner, and their inodes: several threads of one owner may.
+        self._waiting: dict[int, dict[_Waiter, int]] = {}
         self._of_user: dict[int, int] = {}
         # Inodes that had a lock of late, oldest first.
         self._remembered: dict[int, None] = {}
@@ -215,14 +215,17 @@ class LockTable:
         if not inode.conflicts(owner, lock):
             return
         waiter = _Waiter(owner, lock)
-        self._waiting[waiter] = ino
+        requests = self._waiting.setdefault(owner, {})
+        requests[waiter] = ino
         inode.waiters[waiter] = None
         try:
             if self._waits_for_itself(waiter):
                 raise OSError(errno.EDEADLK, os.strerror(errno.EDEADLK))
             await waiter.event.wait()
         finally:
-            del self._waiting[waiter], inode.waiters[waiter]
+            del requests[waiter], inode.waiters[waiter]
+            if not requests:
+                del self._waiting[owner]
             self._tidy(ino, inode)
             if waiter.woken:
                 # The next in line may have been passed over for it.
@@ -283,21 +286,21 @@ class LockTable:
     def _waits_for_itself(self, waiter: _Waiter) -> bool:
         """Return whether the owners that block a request wait, in the end, for its own. Gives up, as Linux
         does, when that takes long: nobody is told then."""
-        reached, unexplored, looks = {waiter}, [waiter], 0
+        reached, looks = {waiter.owner}, 0
+        unexplored = [(waiter, self._waiting[waiter.owner][waiter])]
         while unexplored:
-            one = unexplored.pop()
-            owners = self.inodes[self._waiting[one]].owners
-            if one.owner != waiter.owner and owners.get(waiter.owner, _NOBODY).first(one.lock):
-                return True
-            for other in self._waiting:
-                if other in reached or other.owner == one.owner:
-                    continue
+            one, ino = unexplored.pop()
+            for blocker, held in self.inodes[ino].owners.items():
                 looks += 1
                 if looks > _LOOKS_MAX:
                     return False
-                if owners.get(other.owner, _NOBODY).first(one.lock):
-                    reached.add(other)
-                    unexplored.append(other)
+                if blocker == one.owner or held.first(one.lock) is None:
+                    continue
+                if blocker == waiter.owner:
+                    return True
+                if blocker not in reached:
+                    reached.add(blocker)
+                    unexplored += self._waiting.get(blocker, {}).items()
         return False
 
 

@@ -197,7 +197,7 @@ async def test_who_waits_does_not_walk_through_all_others() -> None:
                 nursery.start_soon(acquire_wait, table, INO, owner, write(below, below))
             await trio.testing.wait_all_tasks_blocked()
             nursery.cancel_scope.cancel()
-    assert looks.call_count < 600 * len(owners)
+    assert looks.call_count < 2100 * len(owners)
 
 
 async def test_waiters_that_cannot_have_it_stay_asleep() -> None:
@@ -281,9 +281,11 @@ async def test_a_cancelled_waiter_gets_nothing_and_holds_nobody_up(kind: type[Lo
 
 async def test_a_circle_of_waiting_owners_is_refused_and_no_chain() -> None:
     table = LockTable()
-    for owner in (1, 2, 3):
+    for owner in range(4):
         table.acquire(INO + owner, owner, write())
     async with trio.open_nursery() as nursery:
+        for other in range(10, 1500):  # wait for something else
+            nursery.start_soon(acquire_wait, table, INO, other, read())
         nursery.start_soon(acquire_wait, table, INO + 3, 2, read())
         await trio.testing.wait_all_tasks_blocked()
         nursery.start_soon(acquire_wait, table, INO + 2, 1, write())
@@ -293,6 +295,7 @@ async def test_a_circle_of_waiting_owners_is_refused_and_no_chain() -> None:
         table.release_owner(INO + 3, 3)
         await trio.testing.wait_all_tasks_blocked()
         table.release_owner(INO + 2, 2)
+        table.release_owner(INO, 0)
     # Nobody waits any more: the same request is no circle now.
     table.release_owner(INO + 1, 1)
     await acquire_wait(table, INO + 1, 3, write())

@@ -15,9 +15,9 @@ ROOT = Path(__file__).parents[2]
 PLACES = {"irdmafs": "irdmafs", "backend": "irdmafs.backend", "scripts": "", "tests": ""}
 LINES_MAX = 500
 # Budgets: lines of Python and words of pages. They are lowered when something went. Only new capabilities,
-# after what could be made simpler for them, have raised them: clones, and storing by threads.
-PRODUCT_LINES_MAX = 53_699
-TEST_LINES_MAX = 53_623
+# after what could be made simpler for them, have raised them: clones, storing by threads, sending ahead.
+PRODUCT_LINES_MAX = 53_821
+TEST_LINES_MAX = 53_873
 PAGE_WORDS_MAX = 24_000
 GENERATED = "_pb2.py"
 # From bottom to top: what each room may import is above it in this list.
