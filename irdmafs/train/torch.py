@@ -39,6 +39,7 @@ class _Member(Closing):
         """Take part, and get the values; no longer if the block raises. Raises TrainError and OSError."""
         self._worker, self._tensors = worker, tensors
         try:
+            _check_shapes(worker, tensors)
             worker.pull_since(0, out=tensors)
             yield
         except BaseException:
@@ -313,3 +314,15 @@ def _parameters_of(inner: torch.optim.Optimizer) -> dict[str, Any]:
             )
         named |= zip(group["param_names"], group["params"], strict=True)
     return named
+
+
+def _check_shapes(worker: Worker, tensors: Mapping[str, Any]) -> None:
+    shapes = worker.layout.shapes
+    for name, tensor in tensors.items():
+        if name not in shapes:
+            raise TrainError(f"{worker.train.models} has no parameter {name!r}")
+        if tuple(tensor.shape) != shapes[name]:
+            raise TrainError(
+                f"{name!r} has the shape {list(tensor.shape)}, "
+                f"and {list(shapes[name])} in {worker.train.models}"
+            )

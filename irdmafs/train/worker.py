@@ -352,13 +352,11 @@ class Worker(Closing):
             prefetch.close()
 
     def _check_out(self, out: Out) -> None:
-        shapes, models = self.layout.shapes, self.train.models
+        shapes = self.layout.shapes
         for name, target in (out or {}).items():
-            if name not in shapes:
-                raise TrainError(f"{models} has no parameter {name!r}")
             if tuple(target.shape) != shapes[name]:
-                shape = f"the shape {[*target.shape]}, and {[*shapes[name]]}"
-                raise TrainError(f"{name!r} has {shape} in {models}")
+                shape = tuple(target.shape)
+                raise ValueError(f"array of {shape} for the parameter {name!r} of {shapes[name]}")
 
     def _show(self, plan: Plan, out: Out) -> dict[str, Any]:
         self._check_out(out)
