@@ -109,14 +109,15 @@ class Locking(LockHolder):
             if self.lost_by:
                 await self._tell_lost(lock.pid, ino)  # maybe while it waited
             granted = shared is None or shared.grants(ino, claim, turn)
-            if shared is not None and not granted and not table.conflicts(ino, owner, lock):
+            if shared is not None and not granted:
                 await detach(any_signal=wait)
                 if table is self.flocks and table.holds(ino, owner):
                     # A conversion gives the old lock up first: two hosts that both want more can go on.
                     await self._unlock(table, ino, owner, lock._replace(type=F_UNLCK))
-                await shared.claim(ino, claim, wait=wait, since=since)
-                turn = 0.0  # it has yielded for long enough
-                continue
+                if not table.conflicts(ino, owner, lock):
+                    await shared.claim(ino, claim, wait=wait, since=since)
+                    turn = 0.0  # it has yielded for long enough
+                    continue
             try:
                 if not granted:
                     raise BlockingIOError(errno.EAGAIN, os.strerror(errno.EAGAIN))

@@ -1,6 +1,7 @@
 """Locks between processes on different hosts of a cluster."""
 
 import errno
+import fcntl
 import itertools
 import os
 import signal
@@ -240,6 +241,19 @@ def test_two_hosts_that_both_convert_their_shared_flock_take_turns(on_hosts: Two
     for process in on_hosts:
         process.start("fcntl.flock(fd, fcntl.LOCK_EX); fcntl.flock(fd, fcntl.LOCK_UN); 'done'")
     assert [process.result() for process in on_hosts] == ["done", "done"]
+
+
+@pytest.mark.parametrize("other", [0, 1])
+def test_a_flock_conversion_that_fails_has_given_up_the_old_lock(
+    pair: list[Path], other: int
+) -> None:
+    (pair[0] / "file").write_bytes(b"x")
+    with (pair[0] / "file").open("rb") as one, (pair[other] / "file").open("rb") as two:
+        fcntl.flock(one, fcntl.LOCK_SH)
+        fcntl.flock(two, fcntl.LOCK_SH)
+        with pytest.raises(BlockingIOError):
+            fcntl.flock(one, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        fcntl.flock(two, fcntl.LOCK_EX | fcntl.LOCK_NB)
 
 
 def test_host_that_locks_again_and_again_lets_a_waiting_one_in(on_hosts: Two) -> None:
