@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 from harness.clusters import Cluster, Plan
+from harness.mountpoint import eventually
 from harness.processes import TakeProcess
 from harness.seeds import chosen_seed
 from harness.storms import names
@@ -36,6 +37,8 @@ def test_a_name_is_made_once_while_things_fail(tmp_path: Path, process: TakeProc
         faults = Faults(cluster, seed)
         try:
             faults.run(count)
+            place = cluster.mounts[0].path
+            eventually(lambda: len([*place.glob("*/name*")]) > 20 * count, "many names", RECOVERY_S)
         finally:
             (tmp_path / "end").touch()
         made: dict[int, list[str]] = defaultdict(list)

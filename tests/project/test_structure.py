@@ -17,7 +17,7 @@ LINES_MAX = 500
 # Budgets: lines of Python and words of pages. They are lowered when something went. Only new capabilities,
 # after what could be made simpler for them, have raised them: clones, storing by threads, sending ahead.
 PRODUCT_LINES_MAX = 53_833
-TEST_LINES_MAX = 53_888
+TEST_LINES_MAX = 53_891
 PAGE_WORDS_MAX = 24_000
 GENERATED = "_pb2.py"
 # From bottom to top: what each room may import is above it in this list.
