@@ -25,7 +25,7 @@ from .ranges import Overlaps, Ranges
 LAST_BYTE = 2**63 - 1
 # One user may hold so many on a mount.
 LOCKS_OF_USER_MAX = 65536
-# How many owners of locks a search for a deadlock looks at, 2 us each: all users wait meanwhile.
+# A search for a deadlock looks at so many owners of locks, 2 us each: all users wait meanwhile.
 _LOOKS_MAX = 1024
 _REMEMBERED_MAX = 65536
 
