@@ -128,7 +128,7 @@ class Publisher:
                 await self._cluster.replica.barrier()
 
     def send_ahead(self, version: NewVersion, after_s: float) -> None:
-        if version.size > self._cluster.small_bytes and not self._namespace.quotas.in_use:
+        if version.size > self._cluster.small_bytes:
             self._cluster.nursery.start_soon(self._send_ahead, version, after_s)
 
     async def _send_ahead(self, version: NewVersion, after_s: float) -> None:

@@ -63,10 +63,10 @@ class Transfer:
         assert version.layout is not None
         self._cluster = cluster
         self._content = version.extent
-        self.layout = version.layout
+        self._layout = version.layout
         self._fd = fd
         self._size = version.size
-        self.stripes = self.layout.stripes(self._size)
+        self.stripes = self._layout.stripes(self._size)
         self._is_adoptable = is_adoptable and self.stripes == 1
         # By stripe and node: the configuration under which the node acknowledged the stripe.
         self._acknowledged: dict[int, dict[int, GroupConfig]] = {}
@@ -81,32 +81,32 @@ class Transfer:
             self._base = before if is_divided and before.layout == version.layout else None
         # The stripes that the nodes have as stripes of the base.
         self._shared: set[int] = set()
-        self._stamp = self._present_stamp()
+        self._stamp: tuple[int, int] | None = None
         # The stripes that are hashed while their bytes pass through this process.
         self._passing: dict[int, Stripe] = {}
         # The digests for the version's record, once `complete` has returned.
         self.digests = b""
         # The nodes that may have received a part of it.
         self.asked: set[int] = set()
-        self._is_ahead = False
-        # Set when nothing is sent ahead any more.
-        self._rests = trio.Event()
-        self._rests.set()
+        # While it is sent ahead: the end of that.
+        self._ahead: trio.Event | None = None
 
     async def send_ahead(self) -> None:
         """Send to nodes on other hosts, before anybody waits for it. Raises OSError, also if a node cannot
         be reached; `complete` sends the rest."""
-        self._is_ahead, self._rests = True, trio.Event()
+        self._stamp = self._present_stamp()
+        self._ahead = ended = trio.Event()
         try:
             await self.complete()
         finally:
-            self._is_ahead = False
-            self._rests.set()
+            self._ahead = None
+            ended.set()
 
     async def go_on(self, fd: int) -> bool:
         """Go on with another descriptor of the file, which nobody can write, after `send_ahead`. Return
         False if nodes may have other bytes than it has now."""
-        await self._rests.wait()
+        if self._ahead is not None:
+            await self._ahead.wait()
         self._fd = fd
         stamp = self._present_stamp()
         if stamp != self._stamp:
@@ -114,7 +114,7 @@ class Transfer:
             if stamp[0] != self._size or not self.digests:
                 return False
             self._stamp = stamp
-            return await digests_of(fd, self._size, self.layout) == self.digests
+            return await digests_of(fd, self._size, self._layout) == self.digests
         return True
 
     async def complete(self) -> list[Compare]:
@@ -134,7 +134,7 @@ class Transfer:
         try:
             if meanwhile and self._bytes_pass():
                 self._passing = {
-                    stripe: Stripe(self._fd, *self.layout.span(self._size, stripe))
+                    stripe: Stripe(self._fd, *self._layout.span(self._size, stripe))
                     for stripe in range(stripes)
                 }
                 await for_each_stripe(stripes, self._bring)
@@ -160,9 +160,9 @@ class Transfer:
 
     def _stripes_of_base(self, base: Inode) -> set[int]:
         """Return the stripes that have the same bytes in the base, which has the same layout."""
-        stripes, before = self.stripes, self.layout.stripes(base.size)
+        stripes, before = self.stripes, self._layout.stripes(base.size)
         same = Digests(self.digests, stripes).same_as(Digests(base.digests, before))
-        span = self.layout.span
+        span = self._layout.span
         return {each for each in same if span(self._size, each) == span(base.size, each)}
 
     @property
@@ -170,7 +170,7 @@ class Transfer:
         """Return how many bytes of the content nodes did not have already."""
         if not self._shared:
             return self._size
-        return self._size - sum(self.layout.span(self._size, each)[1] for each in self._shared)
+        return self._size - sum(self._layout.span(self._size, each)[1] for each in self._shared)
 
     # -- many at a time --------------------------------------------------------------------------
 
@@ -184,7 +184,7 @@ class Transfer:
         it, and `complete` in any case."""
         if not self.fits_message:
             return None
-        group = group_of(self.layout, 0, self._cluster.buckets)
+        group = group_of(self._layout, 0, self._cluster.buckets)
         config, revision = self._cluster.groups.get(group)
         if not revision:
             return None
@@ -206,7 +206,7 @@ class Transfer:
         """Return whether the bytes will pass through this process's memory, and so be hashed there. Bytes
         that do not after all are read again."""
         cluster = self._cluster
-        config, _ = cluster.groups.get(group_of(self.layout, 0, cluster.buckets))
+        config, _ = cluster.groups.get(group_of(self._layout, 0, cluster.buckets))
         return (
             self._size > cluster.small_bytes
             and not self._is_adoptable
@@ -214,7 +214,7 @@ class Transfer:
         )
 
     async def _hash(self) -> None:
-        self.digests = await digests_of(self._fd, self._size, self.layout)
+        self.digests = await digests_of(self._fd, self._size, self._layout)
 
     async def _stayed(self) -> bool:
         """Return whether the hashed bytes are those that were sent. If the file was written meanwhile, the
@@ -223,13 +223,13 @@ class Transfer:
             return False
         if not self._mapped:
             return True
-        return await digests_of(self._fd, self._size, self.layout) == self.digests
+        return await digests_of(self._fd, self._size, self._layout) == self.digests
 
     # -- sending ---------------------------------------------------------------------------------
 
     async def _bring(self, stripe: int) -> None:
         cluster = self._cluster
-        group = group_of(self.layout, stripe, cluster.buckets)
+        group = group_of(self._layout, stripe, cluster.buckets)
         # The nodes that could not be reached, and until when that is tried; until when one may be full.
         lacking: list[int] = []
         deadline = full = 0.0
@@ -239,7 +239,7 @@ class Transfer:
             if not revision:
                 raise OSError(errno.EIO, f"placement group {group:#x} does not exist")
             have = self._still_have(stripe, config)
-            if self._is_ahead and self._is_adoptable:
+            if self._ahead is not None and self._is_adoptable:
                 have.add(cluster.here)
             missing = [node for node in config.members if node not in have]
             if not missing:
@@ -253,7 +253,7 @@ class Transfer:
                 await cluster.replica.barrier()
                 continue
             except Unreachable as error:
-                if self._is_ahead:
+                if self._ahead is not None:
                     raise
                 if not waits:
                     log.info("content %x: %s; another way is looked for", self._content, error)
@@ -303,7 +303,7 @@ class Transfer:
     async def _send(self, place: _Place, chain: list[int]) -> None:
         cluster = self._cluster
         stripe, group, config, revision = place
-        offset, length = self.layout.span(self._size, stripe)
+        offset, length = self._layout.span(self._size, stripe)
         extent = Extent(self._content, stripe)
         target = Target(group, revision, tuple(chain[1:]))
         device = cluster.peers.device(chain[0])
