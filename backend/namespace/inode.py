@@ -78,7 +78,7 @@ class _Record(NamedTuple):
     digests: Annotated[bytes, msgspec.Meta(max_length=_DIGESTS_MAX)] = b""
     birth_ns: _Time = 0
     origin: Count = 0
-    maker: Count = 0
+    maker: Annotated[int, msgspec.Meta(ge=1 - 2**63, le=2**63 - 1)] = 0
 
 
 _decode = msgspec.msgpack.Decoder(_Record).decode
@@ -94,10 +94,11 @@ class Inode:
     nodes; `digests`, if any, are those of its bytes (see digest). `blocks` counts 512-byte units as stat
     does; `target` is a symlink's; `birth_ns` is the time of creation, 0 if it is unknown; `maker` is the
     mount that makes the first version of a file, and alone sees its names until then (see unseen), 0 if all
-    mounts do; `origin` is the inode that named the content of a clone first (see clones). Derived, not part
-    of the record: `nlink` of a directory; `parent` and `name`, the directory and the name in it that lead
-    to the inode (0 and b"": none does; a removed directory keeps its parent), and how many `more` names do.
-    `revision` is that of the record in the engine, 0 while there is none.
+    mounts do, negative when its writers have gone; `origin` is the inode that named the content of a clone
+    first (see clones). Derived, not part of the record: `nlink` of a directory; `parent` and `name`, the
+    directory and the name in it that lead to the inode (0 and b"": none does; a removed directory keeps its
+    parent), and how many `more` names do. `revision` is that of the record in the engine, 0 while there is
+    none.
     """
 
     __slots__ = (

@@ -46,10 +46,10 @@ class Names:
     A `damaged` inode can be listed and removed, and everything else is EIO.
 
     Only the mount that makes a new file sees its names until it has a version; the inode names that mount
-    (Inode.maker). Every mount's tree has the names, so that nobody else makes them, and all but the maker
-    pass over them (docs/sharing.md, "When other hosts see a new file"). `unseen` are the inodes whose names
-    are not seen here; `maker` is the number of this mount; is_mounted(number) returns whether a mount has
-    a session now."""
+    (Inode.maker: its number, negative when the writers of the file have gone). Every mount's tree has the
+    names, so that nobody else makes them, and all but the maker pass over them (docs/sharing.md, "When
+    other hosts see a new file"). `unseen` are the inodes whose names are not seen here; `maker` is the
+    number of this mount; is_mounted(number) returns whether a mount has a session now."""
 
     def __init__(self, records: Map, maker: int, is_mounted: Callable[[int], bool]) -> None:
         self.records = records
@@ -206,11 +206,11 @@ class Names:
 
     def is_abandoned(self, inode: Inode) -> bool:
         """Return whether nobody sees the names of an inode: the mount that made it has no session."""
-        return inode.ino in self.unseen and not self._is_mounted(inode.maker)
+        return inode.ino in self.unseen and not self._is_mounted(abs(inode.maker))
 
-    def abandoned(self) -> list[int]:
-        """Return the inodes whose names nobody sees."""
-        return [ino for ino in self.unseen if self.is_abandoned(self.inodes[ino])]
+    def is_left(self, inode: Inode) -> bool:
+        """Return whether an inode that is not seen here has lost its writers, or is abandoned."""
+        return (inode.maker < 0 and inode.ino in self.unseen) or self.is_abandoned(inode)
 
 
 def _in(directory: int) -> tuple[bytes, bytes]:

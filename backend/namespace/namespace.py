@@ -89,18 +89,21 @@ class Namespace:
         host has removed it when this returns, it is a local orphan."""
         return self._carry_out(partial(self._planner.create, parent, name, mode, uid, gid, **what))
 
-    async def show(self, parent: int, name: bytes) -> None:
-        """Let every mount see a name, also if its file has no version yet."""
-        await self._carry_out(partial(self._planner.show, parent, name))
+    async def show(self, parent: int, name: bytes, *, left: bool = False) -> None:
+        """Let every mount see a name, also if its file has no version yet; or, if its writers have `left`,
+        remove it with its directory."""
+        await self._carry_out(partial(self._planner.show, parent, name, left=left))
 
     async def remove_abandoned(self, directory: int = 0) -> bool:
-        """Remove the names that nobody sees, of files that ended mounts made and never published: those in
-        a directory, 0: in all. Return whether there were any."""
-        abandoned = (ino for ino in self.tree.abandoned() if ino in self.writable)
-        names = chain.from_iterable(map(self.tree.names_of, abandoned))
+        """Remove the names, of files without a version, that nobody sees; those in a directory also if the
+        host sees them on which the writers were. Return whether there were any."""
+        tree = self.tree
+        wanted = tree.is_left if directory else tree.is_abandoned
+        gone = (ino for ino in tree.unseen if ino in self.writable and wanted(tree.inodes[ino]))
+        names = chain.from_iterable(map(tree.names_of, gone))
         found = [name for name in names if directory in (0, name[0])]
         for parent, name in found:
-            await self.unlink_if(parent, name, self.tree.is_abandoned)
+            await self.unlink_if(parent, name, wanted)
         return bool(found)
 
     def orphan(

@@ -150,13 +150,14 @@ class Planner:
             commit.gone = (taken,)
         return commit
 
-    def show(self, parent: int, name: bytes) -> Commit | None:
-        """Let every mount see the name of a file that has no version yet."""
+    def show(self, parent: int, name: bytes, *, left: bool = False) -> Commit | None:
+        """Let every mount see the name of a file that has no version yet; or, if its writers have `left`,
+        remove it with its directory."""
         taken = self._tree.taken(parent, name)
         if taken is None or not taken.maker:
             return None
         commit, shown = Commit(), taken.copy()
-        shown.maker = 0
+        shown.maker = -abs(taken.maker) if left else 0
         commit.inode, commit.inodes = shown, (shown,)
         commit.may_wait = True
         return commit

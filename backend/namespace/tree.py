@@ -354,7 +354,7 @@ class Tree(Names):
             self.inodes.date(inode)
             if inode.xattrs or self.quotas.in_use:
                 self._take_limits(inode)
-        elif inode.maker not in (0, self.maker):
+        elif abs(inode.maker) not in (0, self.maker):
             self.unseen.add(ino)
         else:
             self.unseen.discard(ino)

@@ -105,20 +105,11 @@ _found_last: dict[int, int] = {}
 _FOUND_MAX = 1024
 
 
-def _numbers(pid: int, directory: int) -> Iterator[str]:
+def _numbers(pid: int, directory: str) -> Iterator[int]:
     last = _found_last.get(pid, 0)
-    yield from map(str, range(last, last + 3))
-    yield from map(str, range(max(last - 2, 0), last))
-    yield from os.listdir(directory)
-
-
-def _low_numbers(directory: int, below: int) -> Iterator[str]:
-    """Return the numbers below this one that may be open. Listing all takes as long as trying one or two,
-    and longer the more are open: the size of the directory (Linux 6.2; before, 0)."""
-    numbers = map(str, range(below))
-    if 0 < os.fstat(directory).st_size <= 4 * below:
-        return filter(set(numbers).__contains__, os.listdir(directory))
-    return numbers
+    yield from range(last, last + 3)
+    yield from range(max(last - 2, 0), last)
+    yield from map(int, os.listdir(directory))
 
 
 def holds(pid: int, ino: int, below: int, mountpoint: str) -> bool:
@@ -126,22 +117,24 @@ def holds(pid: int, ino: int, below: int, mountpoint: str) -> bool:
     the filesystem that is mounted there. Waits while the process begins to run another program."""
     wanted = b"ino:\t%d\n" % ino
     prefix = mountpoint.rstrip("/") + "/"
-    directory = os.open(f"/proc/{pid}/fd", os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-    try:
-        for name in _low_numbers(directory, below) if below else _numbers(pid, directory):
-            try:
-                target = os.readlink(name, dir_fd=directory)
-                if target.startswith(prefix):
-                    with open(f"/proc/{pid}/fdinfo/{name}", "rb") as file:
-                        if wanted in file.read(1024):
-                            if len(_found_last) >= _FOUND_MAX:
-                                _found_last.clear()
-                            _found_last[pid] = int(name)
-                            return True
-            except OSError:
-                continue
-    finally:
-        os.close(directory)
+    directory = f"/proc/{pid}/fd"
+    # The size of the directory is how many are open (from Linux 6.2 on; before, 0).
+    left = os.stat(directory).st_size
+    for number in range(below) if below else _numbers(pid, directory):
+        try:
+            target = os.readlink(f"{directory}/{number}")
+            if target.startswith(prefix):
+                with open(f"/proc/{pid}/fdinfo/{number}", "rb") as file:
+                    if wanted in file.read(1024):
+                        if len(_found_last) >= _FOUND_MAX:
+                            _found_last.clear()
+                        _found_last[pid] = number
+                        return True
+        except OSError:
+            continue
+        left -= 1
+        if below and not left:
+            break
     return False
 
 

@@ -231,6 +231,8 @@ class Cache:
             if handle.aborted and content.writers == 1:
                 with suppress(OSError):  # the extent itself may be missing
                     self._cut_unpublished(content)
+                with suppress(OSError):
+                    await self.publisher.show_name(content.ino, left=True)
         self.nodes.close(fh)
         if content.fd >= 0 and not content.writers:
             self._table.close(content)

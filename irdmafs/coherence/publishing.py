@@ -171,13 +171,14 @@ class Publisher(OnHost):
         else:
             await self.show_name(content.ino)
 
-    async def show_name(self, ino: int) -> None:
-        """Let other hosts see the name of a new file that is empty, or is about to be locked."""
+    async def show_name(self, ino: int, *, left: bool = False) -> None:
+        """Let other hosts see the name of a new file that is empty, or is about to be locked; or, as its
+        writers have `left` without publishing it, remove it with its directory."""
         if ino in self._put_off.handles:
             await self.publish_now(ino)
         if self._inodes[ino].maker:
             for name in self._store.namespace.names_of(ino):
-                await self._store.namespace.show(*name)
+                await self._store.namespace.show(*name, left=left)
 
     def is_changed_in_place(self, ino: int) -> bool:
         """Return whether anybody wrote the file in place since it was published, as far as stat can

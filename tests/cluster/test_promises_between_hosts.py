@@ -126,6 +126,28 @@ def test_a_new_file_whose_writers_are_killed_stays_on_its_host_only(
     assert (other / "file").read_text() == text + "\n"
 
 
+@pytest.mark.parametrize("end", ["killed", "given up"])
+def test_a_directory_goes_with_a_new_file_that_is_not_published(
+    makers: list[Path], process: TakeProcess, end: str
+) -> None:
+    one, other = makers
+    writer = process()
+    writer.do("file = open(path, 'w'); file.write('half'); file.flush()", path=str(one / "file"))
+    with fails_with(errno.ENOTEMPTY):
+        other.rmdir()
+    if end == "given up":
+        writer.do("os.setxattr(file.fileno(), 'user.irdmafs.discard', b'')")
+    writer.kill()
+
+    def is_removed() -> bool:
+        with contextlib.suppress(OSError):
+            other.rmdir()
+        return not other.exists()
+
+    eventually(is_removed, "nobody writes in it")
+    assert not one.exists()
+
+
 def test_a_name_that_is_not_seen_is_taken(makers: list[Path]) -> None:
     one, other = makers
     fd = os.open(one / "file", os.O_CREAT | os.O_WRONLY)
