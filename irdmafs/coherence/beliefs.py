@@ -11,7 +11,8 @@ for the other host. A thread that waits for the lock cannot be killed, and keeps
 daemon alive. So an older kernel may not believe.
 
 Attributes are forgotten by inode. The kernel drops answers to requests that are older than that, but not
-answers to its own changes (create, link, setattr): their attributes may not be believed.
+answers to its own changes (create, link, setattr): their attributes may not be believed, except those of a
+new file, which no other host sees.
 """
 
 import contextlib

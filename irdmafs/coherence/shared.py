@@ -114,6 +114,8 @@ class Shared(Coherence):
     ) -> None:
         if self._trails.retries:
             self._trails.forget(pid)  # an open that came again has made its file
+        if inode.maker:
+            self.attributes(answer, node, inode)  # no other host can have changed them
         if not self._cache.routes.names_are_stable(inode.ino):
             return
         node.name = (parent, name)

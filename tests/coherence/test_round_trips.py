@@ -111,6 +111,16 @@ def test_a_new_file_that_stays_empty_costs_one_transaction(mount: Mount) -> None
     assert (folder / "file").stat().st_size == 0
 
 
+def test_the_attributes_of_a_new_file_are_not_asked_for(mount: Mount) -> None:
+    """Those of the directory are: its time has changed."""
+    folder = mount.path / "attributes"
+    folder.mkdir()
+    with mount.requests() as asked:
+        for number in range(40):
+            (folder / str(number)).write_bytes(b"new")
+    assert asked["GETATTR"] < 60
+
+
 def is_believed(mount: Mount, folder: Path) -> bool:
     with mount.requests() as asked:
         often(folder.stat)
