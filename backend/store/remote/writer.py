@@ -347,8 +347,9 @@ class Transfer:
                 failed.append(error)
 
         async with trio.open_nursery() as nursery:
-            for node in nodes:
+            for node in nodes[1:]:
                 nursery.start_soon(tell_one, node)
+            await tell_one(nodes[0])
         # An answer of a node counts for more than that another one could not be reached.
         if failed:
             raise min(failed, key=lambda error: isinstance(error, Unreachable))
