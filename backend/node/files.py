@@ -162,20 +162,16 @@ class Files:
         file = self._files.get(extent)
         return file.length if file is not None else None
 
-    def open(self, extent: Extent) -> int:
-        """Open a sealed extent for reading, and return the descriptor, which the caller closes. Its bytes
-        stay even if the extent is freed: the file is lent. Raises OSError: ENOENT if it is not here, or has
-        another length than it should have; EMFILE."""
-        file = self._file(extent)
-        # Before it is opened, as this may run in a thread.
-        file.is_reusable = False
-        return self._open(extent, file)
-
     def hold(self, extent: Extent, *, damaged: bool = False) -> Held:
-        """Open an extent as `open` does, for a user that keeps no reference to its pages; where it may be
-        `damaged`, also one of a wrong length. For the event loop."""
+        """Open a sealed extent for reading. Its bytes stay even if the extent is freed, until it is closed
+        or, if it is lent, for ever. For any thread. Raises OSError: ENOENT if it is not here, or, unless it
+        may be `damaged`, has another length than it should have; EMFILE."""
         file = self._file(extent)
-        return Held(self._open(extent, file, damaged), file)
+        fd = os.open(extent_name(extent), os.O_RDONLY | os.O_CLOEXEC, dir_fd=self.place.extents)
+        if not damaged and os.fstat(fd).st_size != file.length:
+            os.close(fd)
+            raise _missing(extent)
+        return Held(fd, file)
 
     def _file(self, extent: Extent) -> StoredFile:
         """Return the file of a sealed extent. Raises FileNotFoundError."""
@@ -183,13 +179,6 @@ class Files:
         if file is None:
             raise _missing(extent)
         return file
-
-    def _open(self, extent: Extent, file: StoredFile, damaged: bool = False) -> int:
-        fd = os.open(extent_name(extent), os.O_RDONLY | os.O_CLOEXEC, dir_fd=self.place.extents)
-        if not damaged and os.fstat(fd).st_size != file.length:
-            os.close(fd)
-            raise _missing(extent)
-        return fd
 
     def space(self) -> Space:
         status = os.fstatvfs(self.place.extents)
@@ -255,7 +244,7 @@ class Files:
         with suppress(FileNotFoundError):
             self.incoming.condemn(self._other_name(extent))
         before = self._files[extent]
-        # Before the new file can be opened, as `open` marks it.
+        # Before the new file can be opened, as its user marks it if it is lent.
         self._files[extent] = incoming.file
         try:
             self.incoming.move_out(incoming, extent_name(extent), self.place.extents)

@@ -73,7 +73,7 @@ class StoredFile:
 
 
 class Held:
-    """An open file, which is not used for another extent before it is closed. For the event loop."""
+    """An open file, which is not used for another extent before it is closed."""
 
     def __init__(self, fd: int, file: StoredFile) -> None:
         self.fd = fd
@@ -84,7 +84,7 @@ class Held:
         return self.file.is_own
 
     def lend(self) -> None:
-        """Note that references to its pages may exist for ever from now on. For any thread."""
+        """Note that references to its pages may exist for ever from now on."""
         self.file.is_reusable = False
 
     def close(self) -> None:

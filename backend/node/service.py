@@ -140,30 +140,20 @@ class NodeService(Service[Incoming]):
     def size(self, extent: Extent) -> int | None:
         return self._files.size(extent)
 
-    def open(self, extent: Extent) -> int:
-        try:
-            return self._files.open(extent)
-        except OSError as error:
-            raise self._not_opened(extent, error) from None
-
     def hold(self, extent: Extent) -> Held:
         try:
             return self._files.hold(extent)
         except OSError as error:
-            raise self._not_opened(extent, error) from None
+            if error.errno not in _DAMAGE:
+                raise
+        # An extent that was freed a moment ago is gone from the files, and not damaged.
+        if self._files.size(extent) is not None:
+            self._resync.report(extent)
+        raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), str(extent))
 
     async def hold_own(self, extent: Extent) -> Held:
         await self._files.make_own(extent)
         return self.hold(extent)
-
-    def _not_opened(self, extent: Extent, error: OSError) -> OSError:
-        """Report an extent that turns out to be damaged. Return the error of `open`."""
-        if error.errno not in _DAMAGE:
-            return error
-        # An extent that was freed a moment ago is gone from the files, and not damaged.
-        if self._files.size(extent) is not None:
-            self._resync.report(extent)
-        return FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), str(extent))
 
     # -- the rest --------------------------------------------------------------------------------
 

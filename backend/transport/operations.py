@@ -102,13 +102,11 @@ async def _adopt(host: Host, peer: Peer, request: messages.Adopt) -> messages.Do
             await service.seal(extent, incoming)
     if target.chain:
         further, rest = target.onward()
-        fd = service.open(extent)
-        try:
-            size = os.fstat(fd).st_size
-            await host.device(further).write(extent, rest, FileRange(fd, 0, size))
+        with closing(service.hold(extent)) as held:
+            held.lend()
+            size = os.fstat(held.fd).st_size
+            await host.device(further).write(extent, rest, FileRange(held.fd, 0, size))
             host.counters.sent_bytes += size
-        finally:
-            os.close(fd)
     return messages.Done()
 
 
@@ -150,16 +148,14 @@ def _read(service: Service[Any], extents: list[Extent], limit: int) -> list[byte
 
 def _read_one(service: Service[Any], extent: Extent, limit: int) -> bytes | None:
     try:
-        fd = service.open(extent)
+        opened = service.hold(extent)
     except FileNotFoundError:
         return None
-    try:
+    with closing(opened) as held:
         size = service.size(extent)
         if size is None:
-            size = os.fstat(fd).st_size  # freed a moment ago
-        return os.pread(fd, size, 0) if size <= limit else None
-    finally:
-        os.close(fd)
+            size = os.fstat(held.fd).st_size  # freed a moment ago
+        return os.pread(held.fd, size, 0) if size <= limit else None
 
 
 # A mount writes contents of its own session only. A node hands on contents of any session, by messages of

@@ -33,7 +33,7 @@ I = TypeVar("I", bound=Incoming)  # noqa: E741
 
 
 class Service(Protocol[I]):
-    """A store node as seen by its transport. All calls are made in the event loop, except `open`.
+    """A store node as seen by its transport. All calls are made in the event loop, except `hold`.
 
     Errors that a method raises reach the caller: Fenced and Unreachable as such, any other OSError with
     its errno and text. An extent is received so: `begin`, then `seal`, and in any case the file is closed.
@@ -70,12 +70,9 @@ class Service(Protocol[I]):
         """Make a complete file a readable extent, which survives a power loss if the store is on a disk. If
         it is here, the first copy is kept. Raises as `admit`, and EEXIST if that has another length."""
 
-    def open(self, extent: Extent) -> int:
-        """Return a read-only descriptor, which the transport closes; the file is lent. Called in threads.
-        Raises OSError: ENOENT, also for a damaged extent, so that the caller asks another node; EMFILE."""
-
     def hold(self, extent: Extent) -> Held:
-        """Open an extent for a caller that keeps no reference to its pages. Raises OSError: ENOENT."""
+        """Open an extent for reading; the transport closes it. Called in threads, too. Raises OSError:
+        ENOENT, also for a damaged extent, so that the caller asks another node; EMFILE."""
 
     async def hold_own(self, extent: Extent) -> Held:
         """Open an extent as `hold` does, in a file of the store's own if that can be: an extent in the file

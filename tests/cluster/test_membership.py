@@ -8,14 +8,13 @@ import random
 import time
 from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Callable
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, closing
 from functools import partial
 from pathlib import Path
 
 import pytest
 import trio
 import trio.testing
-from harness.closing import descriptor
 from harness.etcd_server import EtcdKeys, EtcdServer
 from harness.scratch import tmpfs_on
 from harness.seeds import chosen_seed
@@ -512,8 +511,8 @@ def assert_readable(made: Cluster, writer: Writer) -> None:
     for extent, data in writer.published.items():
         for node in writer.groups.get(writer.group_of[extent])[0].in_sync:
             files = made.running[node].files
-            with descriptor(files.open(extent)) as fd:
-                assert os.pread(fd, len(data) + 1, 0) == data
+            with closing(files.hold(extent)) as held:
+                assert os.pread(held.fd, len(data) + 1, 0) == data
 
 
 @pytest.mark.parametrize("lacks", ["what was published meanwhile", "what its store has lost"])
@@ -634,7 +633,7 @@ async def test_extent_found_damaged_by_a_reader_is_copied_anew(
         os.truncate(short, 999)
         for extent in extents[:2]:
             with pytest.raises(FileNotFoundError):  # so that the reader asks another one
-                node.service.open(extent)
+                node.service.hold(extent)
         with trio.fail_after(60):
             while node.resync.figures().resync_bytes < 2000:
                 with trio.move_on_after(0.1):

@@ -9,13 +9,12 @@ import os
 import random
 import tempfile
 from collections.abc import AsyncIterator, Sequence
-from contextlib import asynccontextmanager, suppress
+from contextlib import asynccontextmanager, closing, suppress
 from functools import partial
 from typing import Any
 
 import trio
 
-from harness.closing import descriptor
 from harness.etcd_server import EtcdKeys
 from irdmafs.backend.cluster.group_configs import Groups
 from irdmafs.backend.cluster.lease import Session
@@ -59,10 +58,10 @@ class Link:
         return node.service
 
     async def read(self, extent: Extent, start: int, into: FileRange, landed: Landed) -> None:
-        with descriptor(self._service().open(extent)) as source:
+        with closing(self._service().hold(extent)) as source:
             await trio.sleep(0)
             self._service()
-            os.pwrite(into.fd, os.pread(source, into.length, start), into.offset)
+            os.pwrite(into.fd, os.pread(source.fd, into.length, start), into.offset)
 
     async def read_sparse(self, extent: Extent, into: FileRange, landed: Landed) -> None:
         await self.read(extent, 0, into, landed)
@@ -83,9 +82,8 @@ class Link:
             if size is None or size > limit:
                 found.append(None)
                 continue
-            fd = service.open(extent)
-            found.append(os.pread(fd, size, 0))
-            os.close(fd)
+            with closing(service.hold(extent)) as held:
+                found.append(os.pread(held.fd, size, 0))
         return found
 
 

@@ -11,14 +11,13 @@ import signal
 import sys
 import threading
 from collections.abc import AsyncIterator, Callable, Sequence
-from contextlib import AsyncExitStack, asynccontextmanager, suppress
+from contextlib import AsyncExitStack, asynccontextmanager, closing, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple, Self, TypeVar
 
 import trio
 
-from harness.closing import descriptor
 from harness.processes import Program
 from irdmafs.backend.files.sparse import segments
 from irdmafs.backend.model.records import NodeAddress, session_of
@@ -132,11 +131,8 @@ class ExtentDirectory:
         os.rename(incoming.path, self.path(extent))
         self.sealed.append(extent)
 
-    def open(self, extent: Extent) -> int:
-        return os.open(self.path(extent), os.O_RDONLY)
-
     def hold(self, extent: Extent) -> OpenFile:
-        return OpenFile(self.path(extent), self.open(extent))
+        return OpenFile(self.path(extent), os.open(self.path(extent), os.O_RDONLY))
 
     async def hold_own(self, extent: Extent) -> OpenFile:
         return self.hold(extent)
@@ -155,8 +151,8 @@ class ExtentDirectory:
         return b""
 
     async def segments(self, extent: Extent) -> list[tuple[int, int]]:
-        with descriptor(self.open(extent)) as fd:
-            return segments(fd, 0, os.fstat(fd).st_size)
+        with closing(self.hold(extent)) as held:
+            return segments(held.fd, 0, os.fstat(held.fd).st_size)
 
     def scrub(self) -> None:
         pass

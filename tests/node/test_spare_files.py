@@ -100,7 +100,8 @@ def test_a_file_that_was_sent_is_never_used_again(files: Files, way: str) -> Non
     files.seal(incoming, Extent(1, 0))
     incoming.close()
     if way == "opened":
-        os.close(files.open(Extent(1, 0)))
+        with closing(files.hold(Extent(1, 0))) as held:
+            held.lend()
     assert not is_used_again(files, 1)
 
 

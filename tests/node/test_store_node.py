@@ -5,10 +5,10 @@ import json
 import os
 import subprocess
 from collections.abc import Iterator
+from contextlib import closing
 from pathlib import Path
 
 import pytest
-from harness.closing import descriptor
 from harness.errors import fails_with
 
 from irdmafs.backend.kv import Damaged
@@ -36,8 +36,8 @@ def keep(files: Files, extent: Extent, data: bytes) -> None:
 
 
 def contents_of(files: Files, extent: Extent) -> bytes:
-    with descriptor(files.open(extent)) as fd:
-        return os.pread(fd, 1 << 20, 0)
+    with closing(files.hold(extent)) as held:
+        return os.pread(held.fd, 1 << 20, 0)
 
 
 def test_a_store_is_one_node_of_one_cluster_as_long_as_its_directory_lives(memory: Path) -> None:
@@ -120,18 +120,19 @@ def test_what_is_allocated_cannot_be_taken_by_others(small_tmpfs: Path) -> None:
 @pytest.mark.parametrize("size", [100, 3 << 20], ids=["small", "large"])
 def test_a_freed_extent_goes_and_stays_for_readers(files: Files, memory: Path, size: int) -> None:
     keep(files, Extent(CONTENT, 0), b"x" * size)
-    fd = files.open(Extent(CONTENT, 0))
+    held = files.hold(Extent(CONTENT, 0))
+    held.lend()
     files.free(Extent(CONTENT, 0))
     assert Extent(CONTENT, 0) not in files
     assert files.used_bytes == 0
     with pytest.raises(FileNotFoundError):
-        files.open(Extent(CONTENT, 0))
+        files.hold(Extent(CONTENT, 0))
     # The same number may come again at once; it is not confused with the one on its way out.
     keep(files, Extent(CONTENT, 0), b"y" * size)
     files.reap()
     assert contents_of(files, Extent(CONTENT, 0))[:1] == b"y"
-    assert os.pread(fd, size, 0) == b"x" * size
-    os.close(fd)
+    assert os.pread(held.fd, size, 0) == b"x" * size
+    held.close()
     assert not list((memory / "store/incoming").iterdir())
 
 

@@ -79,9 +79,6 @@ class FilesService(ExtentDirectory):
     async def seal(self, extent: Extent, incoming: Any) -> None:
         self.files.seal(incoming, extent)
 
-    def open(self, extent: Extent) -> int:
-        return self.files.open(extent)
-
     def hold(self, extent: Extent) -> Any:
         return self.files.hold(extent)
 

@@ -17,6 +17,7 @@ import queue
 import threading
 import time
 from collections.abc import Awaitable, Callable
+from contextlib import closing
 from functools import partial
 from operator import itemgetter
 from typing import Any, TypeVar
@@ -29,7 +30,7 @@ from .. import Extent, Unreachable
 from ..frames import BadMessage
 from ..mover import Host
 from ..rights import STREAM_BYTES, Peer
-from ..service import Incoming, Service, begin, check_right
+from ..service import Held, Incoming, Service, begin, check_right
 from .channel import Channel, Lost
 from .streams import PIECE_BYTES_MAX, end_sending, piece_bytes, receive_ranges, send_range
 from .threads import Promise, in_threads
@@ -109,6 +110,7 @@ class Receiving:
         # All bytes of all streams are in the file.
         self._complete = trio.Event()
         self._scope = trio.CancelScope()
+        self._held: Held | None = None  # the file of the extent: `_incoming`, if it is not here yet
         self._incoming: Incoming | None = None
         self._fd = -1
         self._service = service
@@ -164,13 +166,11 @@ class Receiving:
     async def _begin(self) -> None:
         extent, target, header = self.header.extent, self.header.target, self.header
         incoming = await begin(self._service, extent, target, header.total, header.comes)
-        if incoming is None:
-            self._fd = self._service.open(extent)
-            return
         self._incoming = incoming
-        self._fd = incoming.fd
+        self._held = self._service.hold(extent) if incoming is None else incoming
+        self._fd = self._held.fd
         if target.chain:
-            incoming.lend()
+            self._held.lend()
         self.check()
 
     async def _seal(self) -> None:
@@ -185,10 +185,8 @@ class Receiving:
             if self._complete.is_set():
                 await self._sealed.ended()
         self._scope.cancel()
-        if self._incoming is not None:
-            self._incoming.close()
-        elif self._fd >= 0:
-            os.close(self._fd)
+        if self._held is not None:
+            self._held.close()
 
     # -- in the thread of a stream ---------------------------------------------------------------
 
@@ -293,21 +291,20 @@ class Data:
         and Lost if the bytes cannot be had when some of them were sent."""
         ((start, length),) = header.ranges
         channel.clean = True
-        fd = self._host.service.open(header.extent)
-        try:
-            if start + length > os.fstat(fd).st_size:
-                raise OSError(errno.EINVAL, "the extent is shorter than what is asked for")
-            channel.clean = False
-            channel.say(Reply(ReplyKind.OK))
-            if send_range(channel, fd, start, length) is not None:
-                raise BadMessage("it replies to what it receives")
-            channel.end_sending()
-        except OSError as error:
-            if channel.clean:
-                raise
-            raise Lost(f"what is asked for cannot be read: {error.strerror}") from None
-        finally:
-            os.close(fd)
+        with closing(self._host.service.hold(header.extent)) as held:
+            held.lend()
+            try:
+                if start + length > os.fstat(held.fd).st_size:
+                    raise OSError(errno.EINVAL, "the extent is shorter than what is asked for")
+                channel.clean = False
+                channel.say(Reply(ReplyKind.OK))
+                if send_range(channel, held.fd, start, length) is not None:
+                    raise BadMessage("it replies to what it receives")
+                channel.end_sending()
+            except OSError as error:
+                if channel.clean:
+                    raise
+                raise Lost(f"what is asked for cannot be read: {error.strerror}") from None
         channel.clean = True
         return length
 
