@@ -205,6 +205,10 @@ class Members(RecordKeeper):
         """Return the session number of a live mount."""
         return self._numbers.get(lease)
 
+    def leases_of(self, session: int) -> list[int]:
+        """Return the lease of the live mount with this session; several if one transaction put them."""
+        return [lease for lease, number in self._numbers.items() if number == session]
+
     def followers_of(self, directories: Iterable[int]) -> set[int]:
         """Return the leases of live mounts that follow one of the directories (a path, from the root)."""
         found = set[int]()

@@ -29,6 +29,7 @@ import msgspec
 import trio
 
 from ..cluster.group_configs import Groups
+from ..cluster.membership import Members
 from ..files.digest import Digests
 from ..files.sparse import allocated_bytes
 from ..kv import Event, KeyValue
@@ -72,32 +73,30 @@ class CatalogFigures:
 
 
 class Catalog:
-    """`buckets` is the cluster's setting. Nothing is freed before `begin`. `wanted(group)` tells whether
-    this node may soon become a member again of a group that it has left, `kept_to(lease)` which subvolume
-    a mount is kept to, 0: none."""
+    """`members` and `groups` come before it among the replica's consumers; `buckets` is the cluster's
+    setting. Nothing is freed before `begin`. `kept_to(lease)` tells which subvolume a mount is kept to,
+    0: none."""
 
     prefixes = (b"i", b"p", b"m")
 
     def __init__(
         self,
         files: Files,
+        members: Members,
         groups: Groups,
         buckets: int,
-        wanted: Callable[[int], bool] = lambda group: True,
         faults: Faults | None = None,
         kept_to: Callable[[int], int] = lambda lease: 0,
     ) -> None:
         self._kept_to = kept_to
         self._faults = faults or Faults()
         self.files = files
+        self._members = members
         self._groups = groups
         self._buckets = buckets
         self._begun = False
         self._revision = 0
-        self.sessions: set[int] = set()
-        self._wanted = wanted
         self.freed_extents = 0
-        self._leases: dict[int, int] = {}  # of a mount -> its session
         self._by_ino: dict[int, Named] = {}
         self._named = NamedContents()
         self._pins: dict[int, set[int]] = {}  # content -> leases
@@ -121,8 +120,7 @@ class Catalog:
         if content not in self._named:
             return False
         session, home = session_of(content), subvolume_of(self.ino_of(content))
-        writers = (lease for lease, number in self._leases.items() if number == session)
-        return home == ROOT_INO or home in map(self._kept_to, writers)
+        return home == ROOT_INO or home in map(self._kept_to, self._members.leases_of(session))
 
     def figures(self) -> CatalogFigures:
         return CatalogFigures(
@@ -200,7 +198,7 @@ class Catalog:
         named. It is right as far as the replica is."""
         if content in self._named:
             return True
-        return session_of(content) in self.sessions and content not in self._gone
+        return session_of(content) in self._members.sessions and content not in self._gone
 
     # -- consumer of the replica -----------------------------------------------------------------
 
@@ -208,9 +206,8 @@ class Catalog:
         """Take the whole content of our prefixes, at first or after a gap in the watch."""
         self._revision = revision
         before = set(self._named)
-        for index in (self._by_ino, self._named, self._pins, self._leases):
+        for index in (self._by_ino, self._named, self._pins):
             index.clear()
-        self.sessions.clear()
         for record in records:
             self._take(record.key, record.value, record.mod_revision)
         for content in before - self._named.keys():
@@ -233,7 +230,8 @@ class Catalog:
         if kind == b"p":
             return self._take_pin(int.from_bytes(key[9:], "big"), number, value is not None)
         if kind == b"m":
-            return self._take_mount(number, None if value is None else revision)
+            sessions = self._members.sessions
+            return [content for content in self._unnamed if session_of(content) not in sessions]
         named = None
         if value is not None:
             try:
@@ -310,16 +308,6 @@ class Catalog:
         self._pins.pop(content, None)
         return (content,)
 
-    def _take_mount(self, lease: int, session: int | None) -> Sequence[int]:
-        before = self._leases.pop(lease, None)
-        if session is not None:
-            self._leases[lease] = session
-            self.sessions.add(session)
-        if before is None or before == session:
-            return ()
-        self.sessions.discard(before)
-        return [content for content in self._unnamed if session_of(content) == before]
-
     def _group_changed(self, group: int, before: GroupConfig) -> None:
         if self.is_member(group):
             self._left.pop(group, None)
@@ -389,13 +377,14 @@ class Catalog:
     def tidy(self, now: float) -> None:
         """Free extents of groups left for good or long ago, and working copies whose mount is gone."""
         for group, (since, seen) in list(self._left.items()):
-            if now - since > _LEFT_KEPT_S or not self._wanted(group):
+            may_join = self._members.may_join(self.files.node, group)
+            if now - since > _LEFT_KEPT_S or not may_join:
                 self._free_left(group, seen)
         self.freed_extents += self.files.tidy_quarantine()
         for name, content in self.files.incoming.working_copies().items():
             session = session_of(content)
             # A session newer than the replica counts as open.
-            if session <= self._revision and session not in self.sessions:
+            if session <= self._revision and session not in self._members.sessions:
                 self.files.incoming.remove(name)
 
     def _look_over(self) -> None:

@@ -226,12 +226,7 @@ class _Node:
         members, groups = Members(session, faults), Groups(faults)
         certificates = Certificates(credentials, faults)
         self._catalog = catalog = Catalog(
-            files,
-            groups,
-            settings.buckets,
-            partial(members.may_join, node),
-            faults,
-            certificates.kept_to,
+            files, members, groups, settings.buckets, faults, certificates.kept_to
         )
         kept, feed = Kept(), Feed(engine.prefix)
         consumers = (members, groups, certificates, catalog, kept, feed)

@@ -101,8 +101,7 @@ class Node:
         self.session = Session(engine, address, ttl_s, node=self.id)
         self.members = Members(self.session)
         self.groups = Groups()
-        wanted = partial(self.members.may_join, self.id)
-        self.catalog = Catalog(files, self.groups, cluster.settings.buckets, wanted)
+        self.catalog = Catalog(files, self.members, self.groups, cluster.settings.buckets)
         self.replica = Replica(engine, (self.members, self.groups, self.catalog))
         here = ClusterState(self.id, engine, self.replica, self.members, self.groups, self.session)
 

@@ -9,6 +9,7 @@ import pytest
 from harness.seeds import seeded
 
 from irdmafs.backend.cluster.group_configs import Groups
+from irdmafs.backend.cluster.membership import Members
 from irdmafs.backend.kv import Event, KeyValue
 from irdmafs.backend.model import records
 from irdmafs.backend.model.placement import group_of
@@ -32,7 +33,8 @@ class World:
         self.files = files
         self.records: dict[bytes, tuple[bytes, int]] = {}
         self.revision = 100
-        self.wanted = True
+        up = records.encode(records.NodeRecord("up", 1.0, {}))
+        self.records[key_of(b"N", files.node)] = up, self.revision
         self.restart()
         for bucket in range(BUCKETS):
             self.configure(2 << 16 | bucket, files.node, 7)
@@ -47,7 +49,7 @@ class World:
             else:
                 self.records[key] = value, self.revision
             events.append(Event(self.revision, key, value))
-        for consumer in (self.groups, self.catalog):
+        for consumer in (self.members, self.groups, self.catalog):
             mine = [event for event in events if event.key.startswith(consumer.prefixes)]
             if mine:
                 consumer.apply(self.revision, mine)
@@ -59,14 +61,14 @@ class World:
             KeyValue(key, value, revision)
             for key, (value, revision) in sorted(self.records.items())
         ]
-        for consumer in (self.groups, self.catalog):
+        for consumer in (self.members, self.groups, self.catalog):
             mine = [record for record in records if record.key.startswith(consumer.prefixes)]
             consumer.load(mine, self.revision)
 
     def restart(self) -> None:
         """Another process on the same store."""
-        self.groups = Groups()
-        self.catalog = Catalog(self.files, self.groups, BUCKETS, lambda group: self.wanted)
+        self.members, self.groups = Members(), Groups()
+        self.catalog = Catalog(self.files, self.members, self.groups, BUCKETS)
         self.reload()
         self.catalog.begin()
 
@@ -77,6 +79,11 @@ class World:
 
     def end_session(self, lease: int) -> None:
         self.change((key_of(b"m", lease), None))
+
+    def drain(self) -> None:
+        """The node is to be in no group."""
+        record = records.NodeRecord("draining", 1.0, {})
+        self.change((key_of(b"N", self.files.node), records.encode(record)))
 
     def configure(self, group: int, *in_sync: int) -> None:
         self.change((records.group_key(group), records.encode(records.GroupConfig(1, in_sync))))
@@ -206,7 +213,7 @@ def test_extents_of_a_group_that_was_left_go_when_nobody_wants_them_here(world: 
     world.configure(2 << 16, 7, 8)
     world.catalog.tidy(time.monotonic())
     assert world.has(content), "the node may be back in a moment"
-    world.wanted = False
+    world.drain()
     world.catalog.tidy(time.monotonic())
     assert not world.has(content)
 
@@ -228,7 +235,7 @@ def test_a_node_that_comes_back_to_a_group_keeps_what_it_had(world: World) -> No
     content = world.published()
     world.configure(2 << 16, 7, 8)
     world.configure(2 << 16, 7, world.files.node)
-    world.wanted = False
+    world.drain()
     world.catalog.tidy(time.monotonic() + 3600)
     world.catalog.make_room()
     assert world.has(content)
@@ -313,7 +320,7 @@ def test_what_was_superseded_while_the_node_was_down_is_not_taken_for_pending(wo
 def test_nothing_is_freed_before_the_records_are_known(world: World) -> None:
     content = world.session(5) << 24 | 1
     world.keep(content)
-    fresh = Catalog(world.files, Groups(), BUCKETS)
+    fresh = Catalog(world.files, Members(), Groups(), BUCKETS)
     fresh.sealed(Extent(content, 0))
     assert world.has(content)
 

@@ -74,8 +74,8 @@ class Place:
         self.digests = [digest_of_bytes(data) for data in self.right]
         self.other = Other()
         self.groups = Groups()
-        self.catalog = Catalog(files, self.groups, BUCKETS)
         self.members = Members()
+        self.catalog = Catalog(files, self.members, self.groups, BUCKETS)
         for node in (files.node, OTHER):
             address = records.NodeAddress("127.0.0.1", 1, 2, ["tcp"], "", "", 1 << 30, 1 << 30, "0")
             self.members.nodes[node] = address

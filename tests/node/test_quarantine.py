@@ -9,6 +9,7 @@ from test_catalog import BUCKETS, World, one_stripe, world
 from test_store_node import contents_of, keep
 
 from irdmafs.backend.cluster.group_configs import Groups
+from irdmafs.backend.cluster.membership import Members
 from irdmafs.backend.model.records import key_of
 from irdmafs.backend.node.catalog import Catalog
 from irdmafs.backend.node.files import Files
@@ -66,7 +67,7 @@ def test_what_is_found_in_a_group_that_was_left_is_kept(world: World) -> None:
     content = world.published()
     world.configure(2 << 16, 7, 8)
     world.restart()
-    world.wanted = False
+    world.drain()
     world.catalog.tidy(time.monotonic())
     assert aside(world.files) == {Extent(content, 0)}
     world.configure(2 << 16, 7, world.files.node)
@@ -121,7 +122,7 @@ def test_it_counts_as_free_and_the_oldest_go_for_what_comes(small_tmpfs: Path) -
         for content in range(1, 7):
             files.set_aside(Extent(content, 0))
         assert files.space().free >= free + 12 * MIB
-        catalog = Catalog(files, Groups(), BUCKETS)
+        catalog = Catalog(files, Members(), Groups(), BUCKETS)
         with pytest.raises(OSError, match="No space left"):
             files.create(6 * MIB)
         catalog.make_room(6 * MIB)
