@@ -1,9 +1,11 @@
-"""Pauses between the tries of something that fails, and rests of what is better left alone for a while.
+"""Pauses between the tries of something that fails, rests of what is better left alone for a while, and
+waiting until a rate allows more.
 
 A library of retries (tenacity, stamina) wraps a function that raises; here a try ends in several ways, and
 an event may end a pause early, so only the lengths are needed.
 """
 
+import math
 import random
 import time
 from typing import NamedTuple
@@ -75,3 +77,21 @@ class Rests:
         for number, rest in [*self._rests.items()]:
             if now > rest.until + rest.length_s:
                 del self._rests[number]
+
+
+class Throttle:
+    """A token bucket of bytes per second (0: unlimited), which may be changed any time. After a pause, so
+    many bytes as a `burst` need not wait."""
+
+    def __init__(self, bytes_per_s: float = 0.0, burst_bytes: int = 0) -> None:
+        self.bytes_per_s = bytes_per_s
+        self._burst_bytes = burst_bytes
+        self._free_at = -math.inf
+
+    async def take(self, count: int) -> None:
+        """Wait until `count` bytes may be moved, after those that were taken before."""
+        if count and self.bytes_per_s:
+            full_at = trio.current_time() - self._burst_bytes / self.bytes_per_s
+            start = max(full_at, self._free_at)
+            self._free_at = start + count / self.bytes_per_s
+            await trio.sleep_until(start)

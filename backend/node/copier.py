@@ -17,6 +17,7 @@ import trio
 
 from ..files.digest import Stripe, digest_of_bytes
 from ..model.records import GroupConfig
+from ..pauses import Throttle
 from ..transport import Extent, FileRange, landed_from
 from ..transport.messages import in_batches
 from .catalog import Catalog
@@ -32,22 +33,6 @@ BATCH_BYTES = 1 << 20
 # With a limited rate, reads are cut into pieces of this size, to keep the rate even.
 THROTTLED_READ_BYTES = 4 << 20
 RATE_WINDOW_S = 10.0
-
-
-class Throttle:
-    """A token bucket without a burst, of bytes per second (0: unlimited), which may be changed any time."""
-
-    def __init__(self, bytes_per_s: float = 0.0) -> None:
-        self.bytes_per_s = bytes_per_s
-        self._free_at = 0.0
-
-    async def take(self, count: int) -> None:
-        """Wait until `count` bytes may be moved."""
-        if not self.bytes_per_s:
-            return
-        start = max(trio.current_time(), self._free_at)
-        self._free_at = start + count / self.bytes_per_s
-        await trio.sleep_until(start)
 
 
 class Copier:

@@ -24,6 +24,7 @@ from ..etcd.client import TRY_S, Client, Uncertain, Unsent
 from ..etcd.leases import LEASE_BITS, OWNER_BYTES
 from ..etcd.rpc import DELETE, GRANT, KEEP_ALIVE, RANGE, REVOKE, TXN, WATCH, Method, RpcError
 from ..kv import end_of
+from ..pauses import Throttle
 from ..transport.messages import AskEtcd, EtcdOutcome, EtcdSaid
 from ..transport.rights import Outstanding, Peer, denied
 from .feed import Feed
@@ -97,20 +98,8 @@ class _Account:
         # For what takes this node long: ranges of keys, and older changes.
         self.places_for_much = trio.Semaphore(_MUCH_AT_ONCE)
         self.untaken = Outstanding(_UNTAKEN_BYTES_MAX)
+        self.changes = Throttle(_BYTES_PER_S, _BURST_BYTES)
         self._leases: dict[int, float] = {}  # when each ends, if it is not kept alive
-        self._credit = float(_BURST_BYTES)
-        self._counted_at = trio.current_time()
-
-    async def pay(self, cost: int) -> None:
-        """Wait until so many bytes may be changed."""
-        if not cost:
-            return
-        now = trio.current_time()
-        self._credit += (now - self._counted_at) * _BYTES_PER_S
-        self._credit = min(self._credit, _BURST_BYTES) - cost
-        self._counted_at = now
-        if self._credit < 0:
-            await trio.sleep(-self._credit / _BYTES_PER_S)
 
     def count_leases(self, path: str, asked: Any, answer: bytes) -> None:
         """Take note of leases that a call of etcd has changed."""
@@ -151,7 +140,7 @@ class Readers:
         peer.said = account.untaken
         if request.method == WATCH.path:
             return await self._watch(peer, asked.message.create_request)
-        await account.pay(asked.cost)
+        await account.changes.take(asked.cost)
         is_much = request.method == RANGE.path and asked.message.range_end
         async with account.places_for_much if is_much else account.places:
             if asked.grows:

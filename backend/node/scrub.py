@@ -26,10 +26,11 @@ import trio
 from ..files.digest import digest_at_rest
 from ..observe.figures import count, gauge
 from ..observe.logs import log_failure
+from ..pauses import Throttle
 from ..transport import Extent
 from .catalog import Catalog
 from .checks import Verdict
-from .copier import Copier, Throttle
+from .copier import Copier
 from .state import ClusterState
 
 log = logging.getLogger(__name__)

@@ -30,10 +30,10 @@ from irdmafs.backend.kv import Change, Compacted, Delete, KeyValue, Put
 from irdmafs.backend.model import records
 from irdmafs.backend.model.placement import Placement
 from irdmafs.backend.model.records import SETTINGS_KEY, NodeRecord, encode, key_of
-from irdmafs.backend.node.copier import Throttle
 from irdmafs.backend.node.files import Files
 from irdmafs.backend.node.housekeeping import HISTORY_KEPT_S
 from irdmafs.backend.node.resync import _Filling
+from irdmafs.backend.pauses import Throttle
 from irdmafs.backend.unwrap import background
 
 STEPS = int(os.environ.get("IRDMAFS_STEPS") or 60)

@@ -28,6 +28,7 @@ from irdmafs.backend.model.records import pin_key
 from irdmafs.backend.node import readers as limits
 from irdmafs.backend.node.feed import Feed
 from irdmafs.backend.node.readers import PAGE_KEYS, Kept, Readers, checked
+from irdmafs.backend.pauses import Throttle
 from irdmafs.backend.transport.messages import AskEtcd, EtcdOutcome, EtcdSaid
 from irdmafs.backend.transport.relay import Relay
 from irdmafs.backend.transport.rights import Peer
@@ -262,10 +263,9 @@ async def test_a_reader_that_changes_much_waits(server: EtcdServer) -> None:
     async with answering(server) as (node, _):
         reader = Asking(node)
         await reader.ask(rpc.GRANT, pb.LeaseGrantRequest(ID=LEASE, TTL=60))
-        account = node._accounts[OWNER]
-        account._credit = 1000.0
-        began = account._counted_at = trio.current_time()
-        with patch.object(limits, "_BYTES_PER_S", 20_000):
+        node._accounts[OWNER].changes = Throttle(20_000, 1000)
+        began = trio.current_time()
+        for _ in range(2):
             await reader.ask(rpc.TXN, success(put(value=bytes(8000))))
         assert trio.current_time() > began + 0.2
         await reader.ask(rpc.REVOKE, pb.LeaseRevokeRequest(ID=LEASE))
