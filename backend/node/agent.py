@@ -34,8 +34,6 @@ LOOK_ANYWAY_S = 10.0
 SHUN_FIRST_S = 5.0
 SHUN_MAX_S = 300.0
 PING_TIMEOUT_S = 2.0
-# A ping's answer is used for so long: many writers complain about a node at the same time.
-PING_FRESH_S = 0.5
 # A node with less free room than this share is given no groups to fill.
 ROOM_SHARE = 0.02
 # The most groups that a node joins at a time.
@@ -61,8 +59,6 @@ class Agent:
         self._ping = ping
         self._wake = trio.Event()
         self._shunned = Rests(SHUN_FIRST_S, SHUN_MAX_S)
-        self._pinging: dict[int, trio.Lock] = {}
-        self._answers: dict[int, tuple[float, bool]] = {}
         self._waits_for_names = False  # to go: no event tells when they are gone
         self._handover = handover
         self.housekeeping = Housekeeping(cluster, rereplicate_after_s=rereplicate_after_s)
@@ -243,7 +239,6 @@ class Agent:
         if node not in self._cluster.members.nodes:
             # If it comes back it registers anew, and may be another process.
             self._shunned.forget(node)
-            self._answers.pop(node, None)
         self._wake.set()
 
     def _is_welcome(self, node: int) -> bool:
@@ -258,19 +253,14 @@ class Agent:
             log.warning("node %x is given no groups to fill for %g s: it %s", node, pause_s, reason)
 
     async def _answers_now(self, node: int) -> bool:
-        """Return whether this node can reach another one."""
+        """Return whether this node can reach another one. Many may ask at once: for a moment after it could
+        not be reached, a ping fails at once."""
         if node == self.node:
             return True
-        async with self._pinging.setdefault(node, trio.Lock()):
-            asked, answer = self._answers.get(node, (0.0, False))
-            if time.monotonic() - asked < PING_FRESH_S:
-                return answer
-            answer = False
-            with trio.move_on_after(PING_TIMEOUT_S), log_failure(log.info, "node %x", node):
-                await self._ping(node)
-                answer = True
-            self._answers[node] = time.monotonic(), answer
-            return answer
+        with trio.move_on_after(PING_TIMEOUT_S), log_failure(log.info, "node %x", node):
+            await self._ping(node)
+            return True
+        return False
 
     def _quiet_s(self) -> float:
         """Return for how many seconds nothing becomes due by time alone."""
