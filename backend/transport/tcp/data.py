@@ -16,7 +16,7 @@ import os
 import queue
 import threading
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Iterator
 from contextlib import closing
 from functools import partial
 from operator import itemgetter
@@ -32,7 +32,7 @@ from ..mover import Host
 from ..rights import STREAM_BYTES, Peer
 from ..service import Held, Incoming, Service, begin, check_right
 from .channel import Channel, Lost
-from .streams import PIECE_BYTES_MAX, end_sending, piece_bytes, receive_ranges, send_range
+from .streams import PIECE_BYTES_MAX, piece_bytes, receive_ranges, send_range, send_stream
 from .threads import Promise, in_threads
 from .way import TcpWay
 from .wire import RIGHTS, Header, Op, Ranges, Reply, ReplyKind, decode_header
@@ -73,13 +73,12 @@ class Onward:
         """Send the bytes that are offered, until the next node has acknowledged or failed. Raises its
         error: OSError, Unreachable (which node)."""
         try:
-            self._send(channel).check()
+            send_stream(channel, self._header, self._pieces())
         except (Lost, BadMessage) as error:
             raise Unreachable(self.node, str(error)) from None
 
-    def _send(self, channel: Channel) -> Reply:
-        channel.clean = False
-        channel.say(self._header)
+    def _pieces(self) -> Iterator[tuple[int, int, int]]:
+        """Yield pieces of the file as they are offered; the one before was sent."""
         fd, offered = -1, 0
         for start, length in self._header.ranges:
             end = start + length
@@ -89,13 +88,10 @@ class Onward:
                     if not offered:
                         raise Lost("the sender is gone")
                 count = min(offered, end - start)
-                reply = send_range(channel, fd, start, count)
-                if reply is not None:
-                    return reply
+                yield fd, start, count
                 self.sent_bytes += count
                 start += count
                 offered -= count
-        return end_sending(channel)
 
 
 class Receiving:

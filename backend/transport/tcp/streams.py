@@ -25,14 +25,14 @@ for a reply now and then, a chain of two nodes takes a tenth less processor time
 import errno
 import mmap
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from contextlib import suppress
 from operator import itemgetter
 
 from .. import Landed, nothing_landed
 from ..frames import BadMessage
 from .channel import Channel, Lost, check_progress
-from .wire import Ranges, Reply, ReplyKind, decode_reply
+from .wire import Header, Ranges, Reply, ReplyKind, decode_reply
 
 # The most that one call sends or receives: a huge page.
 PIECE_BYTES_MAX = 2 << 20
@@ -80,13 +80,26 @@ def send_range(
     return None
 
 
-def end_sending(channel: Channel) -> Reply:
-    """Return the final reply after all bytes of a write were sent. Raises Lost when the peer takes nothing
-    and says nothing for the channel's patience."""
-    channel.end_sending()
-    reply = wait_for_reply(channel)
-    channel.clean = not reply.closing
-    return reply
+def send_stream(
+    channel: Channel,
+    header: Header,
+    pieces: Iterable[tuple[int, int, int]],
+    passed: Landed = nothing_landed,
+) -> None:
+    """Send one stream of a write; return when it is acknowledged. `pieces` are its bytes in order, each a
+    descriptor, an offset and a length; `passed` is as in `send_range`. Raises as that, and the peer's
+    error."""
+    channel.clean = False
+    channel.say(header)
+    for fd, offset, length in pieces:
+        reply = send_range(channel, fd, offset, length, passed)
+        if reply is not None:
+            break
+    else:
+        channel.end_sending()
+        reply = wait_for_reply(channel)
+        channel.clean = not reply.closing
+    reply.check()
 
 
 def wait_for_reply(channel: Channel) -> Reply:

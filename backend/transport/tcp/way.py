@@ -31,9 +31,9 @@ from .channel import (
     choose_congestion_control,
     make_channel,
 )
-from .streams import end_sending, receive_ranges, send_range, wait_for_reply
+from .streams import receive_ranges, send_stream, wait_for_reply
 from .threads import in_threads
-from .wire import PREAMBLE, Admit, Admitted, Header, Op, Ranges, Reply, ReplyKind
+from .wire import PREAMBLE, Admit, Admitted, Header, Op, Ranges, ReplyKind
 
 log = logging.getLogger(__name__)
 
@@ -268,14 +268,8 @@ def _shares(ranges: Sequence[tuple[int, int]], length: int, streams: int) -> lis
 
 def _send(channel: Channel, header: Header, fd: int, base: int, passed: Landed) -> None:
     """Send one stream of an extent that begins at `base` of a file. Raises the node's error."""
-    channel.clean = False
-    channel.say(header)
-    reply: Reply | None = None
-    for start, length in header.ranges:
-        reply = send_range(channel, fd, base + start, length, passed)
-        if reply is not None:
-            break
-    (end_sending(channel) if reply is None else reply).check()
+    pieces = ((fd, base + start, length) for start, length in header.ranges)
+    send_stream(channel, header, pieces, passed)
 
 
 def _receive(channel: Channel, header: Header, fd: int, base: int, landed: Landed) -> None:
