@@ -73,9 +73,26 @@ class Answers(Protocol):
         ...
 
 
+class Reached(Protocol):
+    """A connection to an endpoint. `heard` grows with all that comes from there. One that is not open takes
+    no new calls; `why` says the reason, "" if calls under way go on."""
+
+    @property
+    def heard(self) -> int: ...
+
+    @property
+    def is_open(self) -> bool: ...
+
+    @property
+    def why(self) -> str: ...
+
+    def close(self, why: str) -> None: ...
+
+
 class Client(ABC):
     """Calls of an etcd, in whatever way it is reached: at `endpoints`, of which number `_current` is in use
-    or tried next. `is_relayed`: store nodes answer for etcd."""
+    or tried next. `is_relayed`: store nodes answer for etcd. Used inside trio; connections run in system
+    tasks until `close`."""
 
     is_relayed = False
 
@@ -85,22 +102,62 @@ class Client(ABC):
         self._failures: dict[str, str] = {}
         # The time-out of the first try of a call.
         self.try_s = TRY_S
+        self._connection: Reached | None = None
+        self._connecting = trio.Lock()
+        self._worked = False
+        self._closed = False
 
     @abstractmethod
+    async def ask(self, connection: Any, method: Method[R], message: bytes) -> R:
+        """Make a call on a connection. Raises Unsent, Uncertain, and RpcError with a definite refusal."""
+
+    @abstractmethod
+    async def _begin(self, connection: Any, method: Method[R], request: Message) -> Answers:
+        """Begin a call with a stream of answers on a connection. Raises as `stream`."""
+
+    @abstractmethod
+    async def _connect(self, endpoint: Endpoint) -> Reached:
+        """Connect to an endpoint. Raises ConnectionLost, NotAccepted."""
+
+    async def _prepare(self) -> None:
+        """Get ready to connect, as no connection is in use."""
+        return
+
+    def close(self) -> None:
+        self._closed = True
+        if self._connection is not None:
+            self._connection.close("the client was closed")
+
     async def attempt(self, method: Method[R], request: Message, timeout_s: float) -> R:
-        """Try a call once. Raises Unsent, Uncertain, and RpcError with a definite refusal."""
+        """Try a call once. Raises as `ask`."""
+        message = request.SerializeToString()
+        timeout_s = max(timeout_s, 0.0)
+        asked: Reached | None = None
+        with trio.move_on_after(timeout_s):
+            connection = self._connection
+            if connection is None or not connection.is_open:
+                connection = await self._connected()
+            heard = connection.heard
+            asked = connection
+            return await self.ask(connection, method, message)
+        reason = f"no answer within {timeout_s:.1f} s"
+        if asked is None:
+            raise Unsent(reason)
+        self._note(asked, reason)
+        if asked.heard == heard:
+            asked.close(reason)
+        raise Uncertain(reason)
 
-    @abstractmethod
     async def stream(self, method: Method[R], request: Message) -> Answers:
         """Begin a call with a stream of answers. Raises Unsent, and RpcError and OSError from
         the stream; pass them to `stream_failed` and begin again."""
+        with trio.move_on_after(TRY_S):
+            return await self._begin(await self._connected(), method, request)
+        raise Unsent(f"no connection within {TRY_S:.0f} s")
 
-    @abstractmethod
     def stream_failed(self, error: RpcError) -> bool:
         """Take note of a failed stream, and return whether another try can succeed."""
-
-    @abstractmethod
-    def close(self) -> None: ...
+        return False
 
     @property
     def renewables(self) -> Sequence[Renewable[Any]]:
@@ -160,13 +217,81 @@ class Client(ABC):
     def refused(self, reason: str) -> OSError:
         return OSError(errno.EACCES, f"etcd at {self.address} cannot be used: {reason}")
 
+    # -- the choice of an endpoint ---------------------------------------------------------------
+
+    async def _connected(self) -> Reached:
+        """Return the connection in use, or one to the first endpoint that accepts it. Raises Unsent."""
+        connection = self._connection
+        if connection is not None and connection.is_open:
+            return connection
+        async with self._connecting:
+            connection = self._connection
+            if connection is not None:
+                if connection.is_open:
+                    return connection
+                # Try other endpoints first: that one was just lost.
+                self._note(connection, connection.why or "it is shutting down")
+                self._connection = None
+                self._current = (self._current + 1) % len(self.endpoints)
+            if self._closed:
+                raise Unsent("the client was closed", final=True)
+            await self._prepare()
+            return await self._first_of_all()
+
+    async def _first_of_all(self) -> Reached:
+        """Connect to the endpoints, beginning with the current one, to each while those before have not
+        answered yet: one that stands still holds nobody up. Use the first that is ready. Raises Unsent."""
+        not_accepted = 0
+
+        async def try_one(number: int, failed: trio.Event) -> None:
+            nonlocal not_accepted
+            endpoint = self.endpoints[number]
+            try:
+                connection = await self._connect(endpoint)
+            except ConnectionLost as error:
+                self._failures[str(endpoint)] = str(error)
+                not_accepted += isinstance(error, NotAccepted)
+                failed.set()
+                return
+            if self._connection is not None:
+                connection.close("another one was faster")
+                return
+            self._connection, self._current = connection, number
+            nursery.cancel_scope.cancel()
+
+        first, count = self._current, len(self.endpoints)
+        try:
+            async with trio.open_nursery() as nursery:
+                for place in range(count):
+                    failed = trio.Event()
+                    nursery.start_soon(try_one, (first + place) % count, failed)
+                    with trio.move_on_after(_HEAD_START_S):
+                        await failed.wait()
+        finally:
+            # Also when cancelled: the next try begins with another one.
+            if self._connection is None:
+                self._current = (first + 1) % count
+        if self._connection is None:
+            # An endpoint that worked before may work again: a server that stops can send odd errors.
+            final = not_accepted == count and not self._worked
+            raise Unsent(self.failures(), final=final)
+        self._worked = True
+        return self._connection
+
+    def _leave(self, connection: Reached, reason: str) -> None:
+        """Give up a connection whose member cannot serve, and turn to the next endpoint."""
+        self._note(connection, reason)
+        if self.is_relayed or len(self.endpoints) > 1:
+            connection.close(reason)
+
+    def _note(self, connection: Reached, reason: str) -> None:
+        if connection is self._connection:
+            self._failures[self.address] = reason
+
 
 class DirectClient(Client):
-    """Connections of one process to an etcd cluster.
-
-    Used inside trio; runs in system tasks until `close`. `check_renewed` raises an error where certificates
-    must not be used that are there now. Raises ValueError and OSError for senseless addresses and files.
-    """
+    """Connections of one process to an etcd cluster. `check_renewed` raises an error where certificates
+    must not be used that are there now. Raises ValueError and OSError for senseless addresses and files."""
 
     def __init__(
         self,
@@ -191,10 +316,6 @@ class DirectClient(Client):
         files = [path for path in (ca, cert, key) if path is not None]
         # For new connections.
         self.tls = Renewable(files, load) if any(one.secure for one in self.endpoints) else None
-        self._connection: Connection | None = None
-        self._connecting = trio.Lock()
-        self._worked = False
-        self._closed = False
 
     @property
     def renewables(self) -> Sequence[Renewable[Any]]:
@@ -207,119 +328,37 @@ class DirectClient(Client):
         other._connection, other._connecting, other._failures = None, trio.Lock(), {}
         return other
 
-    def close(self) -> None:
-        self._closed = True
-        if self._connection is not None:
-            self._connection.close("the client was closed")
+    async def ask(self, connection: Connection, method: Method[R], message: bytes) -> R:
+        try:
+            headers = _header_block(method.path, self.endpoints[self._current].secure)
+            stream = await connection.start(headers, message)
+            return method.parse(await stream.answer())
+        except ConnectionLost as error:
+            self._note(connection, str(error))
+            raise (Uncertain if error.sent else Unsent)(str(error)) from None
+        except RpcError as error:
+            if error.code in _TRANSIENT:
+                self._leave(connection, error.text)
+                raise Uncertain(error.text) from None
+            if error.code == Status.RESOURCE_EXHAUSTED and "too many requests" in error.text:
+                raise Unsent(error.text) from None
+            if error.code == Status.INVALID_ARGUMENT and "auth store is old" in error.text:
+                # Users or roles changed after etcd received the request, so etcd did not apply it.
+                raise Unsent(error.text) from None
+            raise
 
-    async def attempt(self, method: Method[R], request: Message, timeout_s: float) -> R:
-        message = request.SerializeToString()
-        timeout_s = max(timeout_s, 0.0)
-        sent_on: Connection | None = None
-        with trio.move_on_after(timeout_s):
-            connection = self._connection
-            if connection is None or connection.http2.draining:
-                connection = await self._connected()
-            heard = connection.http2.frames_received
-            sent_on = connection
-            try:
-                headers = _header_block(method.path, self.endpoints[self._current].secure)
-                stream = await connection.start(headers, message)
-                return method.parse(await stream.answer())
-            except ConnectionLost as error:
-                self._note(connection, str(error))
-                raise (Uncertain if error.sent else Unsent)(str(error)) from None
-            except RpcError as error:
-                if error.code in _TRANSIENT:
-                    self._leave(connection, error.text)
-                    raise Uncertain(error.text) from None
-                if error.code == Status.RESOURCE_EXHAUSTED and "too many requests" in error.text:
-                    raise Unsent(error.text) from None
-                if error.code == Status.INVALID_ARGUMENT and "auth store is old" in error.text:
-                    # Users or roles changed after etcd received the request, so etcd did not apply it.
-                    raise Unsent(error.text) from None
-                raise
-        reason = f"no answer within {timeout_s:.1f} s"
-        if sent_on is None:
-            raise Unsent(reason)
-        self._note(sent_on, reason)
-        if sent_on.http2.frames_received == heard:
-            sent_on.close(reason)
-        raise Uncertain(reason)
-
-    async def stream(self, method: Method[R], request: Message) -> Stream:
-        with trio.move_on_after(TRY_S):
-            connection = await self._connected()
-            try:
-                headers = _header_block(method.path, self.endpoints[self._current].secure)
-                return await connection.start(headers, request.SerializeToString())
-            except ConnectionLost as error:
-                raise Unsent(str(error)) from None
-        raise Unsent(f"no connection within {TRY_S:.0f} s")
+    async def _begin(self, connection: Connection, method: Method[R], request: Message) -> Stream:
+        try:
+            headers = _header_block(method.path, self.endpoints[self._current].secure)
+            return await connection.start(headers, request.SerializeToString())
+        except ConnectionLost as error:
+            raise Unsent(str(error)) from None
 
     def stream_failed(self, error: RpcError) -> bool:
         if error.code in _TRANSIENT and self._connection is not None:
             self._leave(self._connection, error.text)
             return True
         return False
-
-    async def _connected(self) -> Connection:
-        """Return the connection in use, or one to the first endpoint that accepts it. Raises Unsent."""
-        connection = self._connection
-        if connection is not None and not connection.http2.draining:
-            return connection
-        async with self._connecting:
-            connection = self._connection
-            if connection is not None:
-                if not connection.http2.draining:
-                    return connection
-                # Try other endpoints first: that member was just lost.
-                self._note(connection, connection.lost_because or "it is shutting down")
-                self._connection = None
-                self._current = (self._current + 1) % len(self.endpoints)
-            if self._closed:
-                raise Unsent("the client was closed", final=True)
-            return await self._first_of_all()
-
-    async def _first_of_all(self) -> Connection:
-        """Connect to the endpoints, beginning with the current one, to each while those before have not
-        answered yet: one that stands still holds nobody up. Use the first that is ready. Raises Unsent."""
-        not_accepted = 0
-
-        async def try_one(number: int, failed: trio.Event) -> None:
-            nonlocal not_accepted
-            endpoint = self.endpoints[number]
-            try:
-                connection = await self._connect(endpoint)
-            except ConnectionLost as error:
-                self._failures[str(endpoint)] = str(error)
-                not_accepted += isinstance(error, NotAccepted)
-                failed.set()
-                return
-            if self._connection is not None:
-                connection.close("another member was faster")
-                return
-            self._connection, self._current = connection, number
-            nursery.cancel_scope.cancel()
-
-        first, count = self._current, len(self.endpoints)
-        try:
-            async with trio.open_nursery() as nursery:
-                for place in range(count):
-                    failed = trio.Event()
-                    nursery.start_soon(try_one, (first + place) % count, failed)
-                    with trio.move_on_after(_HEAD_START_S):
-                        await failed.wait()
-        finally:
-            # Also when cancelled: the next try begins with another one.
-            if self._connection is None:
-                self._current = (first + 1) % count
-        if self._connection is None:
-            # An endpoint that worked before may work again: a server that stops can send odd errors.
-            final = not_accepted == count and not self._worked
-            raise Unsent(self.failures(), final=final)
-        self._worked = True
-        return self._connection
 
     async def _connect(self, endpoint: Endpoint) -> Connection:
         """Connect to an endpoint. Raises ConnectionLost."""
@@ -340,16 +379,6 @@ class DirectClient(Client):
                 connection.close("the client was closed")
             return connection
         raise ConnectionLost(f"no answer within {_CONNECT_S:.0f} s", sent=False)
-
-    def _leave(self, connection: Connection, reason: str) -> None:
-        """Give up a connection whose member cannot serve, and turn to the next endpoint."""
-        self._note(connection, reason)
-        if len(self.endpoints) > 1:
-            connection.close(reason)
-
-    def _note(self, connection: Connection, reason: str) -> None:
-        if connection is self._connection:
-            self._failures[self.address] = reason
 
 
 @functools.cache

@@ -1,7 +1,7 @@
 """An HTTP/2 connection to an endpoint of etcd: socket and TLS.
 
 A peer that falls silent shows in the next call that times out, of which a session makes one every third
-of its lease (DirectClient.attempt): then the watch on the connection ends, too.
+of its lease (Client.attempt): then the watch on the connection ends, too.
 
 Bytes are sent at once, or by a task from a buffer: a cancelled caller leaves no half frame behind.
 """
@@ -92,12 +92,21 @@ class Connection:
         self._has_unsent = trio.Event()
         self._waiting_callers = trio.lowlevel.ParkingLot()
         self._ready = trio.Event()
-        # Why the connection ended, if it has.
-        self.lost_because: str | None = None
+        # Why the connection ended; "" if it has not.
+        self.why = ""
         self._not_accepted = False
 
+    @property
+    def heard(self) -> int:
+        return self.http2.frames_received
+
+    @property
+    def is_open(self) -> bool:
+        """Return whether new calls may be made."""
+        return not self.http2.draining
+
     async def run(self) -> None:
-        if self.lost_because is not None:
+        if self.why:
             return  # closed before this task began
         reason = "the connection was closed"
         try:
@@ -119,9 +128,9 @@ class Connection:
 
     def close(self, reason: str) -> None:
         """End all calls with ConnectionLost. Closing twice does nothing."""
-        if self.lost_because is not None:
+        if self.why:
             return
-        self.lost_because = reason
+        self.why = reason or "the connection was closed"
         self.http2.end(reason)
         self._waiting_callers.unpark_all()
         self._ready.set()
@@ -131,9 +140,9 @@ class Connection:
     async def wait_ready(self) -> None:
         """Return when the peer has sent its HTTP/2 settings. Raises ConnectionLost, NotAccepted."""
         await self._ready.wait()
-        if self.lost_because is not None:
+        if self.why:
             kind = NotAccepted if self._not_accepted else ConnectionLost
-            raise kind(self.lost_because, sent=False)
+            raise kind(self.why, sent=False)
 
     async def start(self, block: bytes, message: bytes) -> Stream:
         """Begin a call with its only request message. `block`: its headers, encoded."""
@@ -141,7 +150,7 @@ class Connection:
         while len(http2.streams) >= _CALLS and not http2.draining:
             await self._waiting_callers.park()
         if http2.draining:
-            raise ConnectionLost(self.lost_because or _DRAINED, sent=False)
+            raise ConnectionLost(self.why or _DRAINED, sent=False)
         return http2.call(block, message)
 
     def _call_ended(self) -> None:
@@ -151,7 +160,7 @@ class Connection:
 
     def _send(self, data: bytes) -> None:
         """Send without waiting; `run` sends the rest that the socket does not accept now."""
-        if self.lost_because is not None:
+        if self.why:
             return
         sent = 0
         try:
@@ -172,9 +181,9 @@ class Connection:
             self._has_unsent.set()
 
     async def _write(self) -> None:
-        while self.lost_because is None:
+        while not self.why:
             await self._has_unsent.wait()
-            while self._out and self.lost_because is None:
+            while self._out and not self.why:
                 await trio.lowlevel.wait_writable(self._sock)
                 with contextlib.suppress(BlockingIOError):
                     del self._out[: self._sock.send(self._out)]
@@ -205,7 +214,7 @@ class Connection:
     async def _read(self, scope: trio.CancelScope) -> None:
         """Take what comes until the connection is closed, and then cancel `scope`."""
         http2 = self.http2
-        while self.lost_because is None:
+        while not self.why:
             await trio.lowlevel.wait_readable(self._sock)
             try:
                 data = self._sock.recv(_RECEIVE_BYTES)

@@ -14,9 +14,9 @@ import trio
 from google.protobuf.message import DecodeError
 
 from ..etcd import etcd_pb2 as pb
-from ..etcd.client import TRY_S, Client, Uncertain, Unsent
+from ..etcd.client import Client, Uncertain, Unsent
 from ..etcd.connection import Endpoint
-from ..etcd.rpc import WATCH, Message, Method, R, RpcError
+from ..etcd.rpc import WATCH, ConnectionLost, Message, Method, NotAccepted, R, RpcError
 from ..model.records import NodeAddress
 from ..trust.security import Credentials, Renewable
 from . import Distrusted, Unreachable
@@ -31,7 +31,7 @@ _SILENT_S = 3.0
 
 class Relay(Client):
     """The etcd of a cluster, by way of its store nodes, some of which are given. `credentials` are a
-    reader's. Used inside trio; runs in system tasks until `close`."""
+    reader's."""
 
     is_relayed = True
 
@@ -41,12 +41,8 @@ class Relay(Client):
         self._credentials = credentials
         self._is_revoked: Callable[[str], bool] = lambda serial: False
         self._registered: Callable[[], Iterable[tuple[str, int]]] = tuple
-        self._connecting = trio.Lock()
-        self._control: ControlClient | None = None
         self._nursery: trio.Nursery | None = None
-        self._link: Link | None = None
-        self._worked = False
-        self._closed = False
+        self._links: dict[Endpoint, Link] = {}
 
     @property
     def renewables(self) -> Sequence[Renewable[Any]]:
@@ -59,42 +55,18 @@ class Relay(Client):
         self._registered = nodes
 
     def close(self) -> None:
-        self._closed = True
+        super().close()
         if self._nursery is not None:
             self._nursery.cancel_scope.cancel()
 
-    async def attempt(self, method: Method[R], request: Message, timeout_s: float) -> R:
-        body = request.SerializeToString()
-        if len(body) > ETCD_REQUEST_BYTES_MAX:
-            raise OSError(errno.EMSGSIZE, f"a reader's request of {len(body)} bytes is too long")
-        timeout_s = max(timeout_s, 0.0)
-        control: ControlClient | None = None
-        with trio.move_on_after(timeout_s):
-            control = await self._connected()
-            heard = control.heard
-            return await self.ask(control, method, body)
-        reason = f"no answer within {timeout_s:.1f} s"
-        if control is None:
-            raise Unsent(reason)
-        if control.heard == heard:
-            self._leave(control, reason)
-        raise Uncertain(reason)
-
-    async def stream(self, method: Method[R], request: Message) -> "_Changes":
-        assert isinstance(request, pb.WatchRequest)
-        with trio.move_on_after(TRY_S):
-            return _Changes(self, await self._connected(), request)
-        raise Unsent(f"no connection within {TRY_S:.0f} s")
-
-    def stream_failed(self, error: RpcError) -> bool:
-        return False
-
-    async def ask(self, control: ControlClient, method: Method[R], body: bytes) -> R:
-        """Return the answer of a node, by its connection. Raises as `attempt`, and OSError."""
+    async def ask(self, connection: ControlClient, method: Method[R], message: bytes) -> R:
+        if len(message) > ETCD_REQUEST_BYTES_MAX:
+            text = f"a reader's request of {len(message)} bytes is too long"
+            raise OSError(errno.EMSGSIZE, text)
         try:
-            said = await control.ask(AskEtcd(method.path, body), EtcdSaid)
+            said = await connection.ask(AskEtcd(method.path, message), EtcdSaid)
         except Unreachable as error:
-            self._leave(control, error.reason)
+            self._leave(connection, error.reason)
             raise Uncertain(error.reason) from None
         if said.outcome == EtcdOutcome.ANSWERED:
             try:
@@ -104,68 +76,27 @@ class Relay(Client):
         if said.outcome == EtcdOutcome.REFUSED:
             raise RpcError(said.code, said.text)
         # Another node may reach etcd.
-        self._leave(control, said.text)
+        self._leave(connection, said.text)
         raise (Unsent if said.outcome == EtcdOutcome.UNSENT else Uncertain)(said.text)
 
-    async def _connected(self) -> ControlClient:
-        """Return the connection in use, or one to the first node that accepts it. Raises Unsent."""
-        if self._control is not None and self._control.is_open:
-            return self._control
-        async with self._connecting:
-            if self._control is not None:
-                if self._control.is_open:
-                    return self._control
-                self._leave(self._control, self._control.why)
-            self._know_all()
-            distrusted = 0
-            for _ in self.endpoints:
-                if self._closed:
-                    raise Unsent("the client was closed", final=True)
-                link = self._link or await self._begin()
-                try:
-                    self._control = await link.connected()
-                    self._worked = True
-                    return self._control
-                except Unreachable as error:
-                    self._failures[self.address] = error.reason
-                    distrusted += isinstance(error, Distrusted)
-                finally:
-                    # Also when cancelled: a node that does not answer must not be tried for ever.
-                    if self._control is None:
-                        self._next()
-            final = distrusted == len(self.endpoints) and not self._worked
-            raise Unsent(self.failures(), final=final)
-
-    def _leave(self, control: ControlClient, reason: str) -> None:
-        """Give a connection up, and turn to the next node."""
-        control.close(reason)
-        if control is self._control:
-            self._failures[self.address] = reason
-            self._control = None
-            self._next()
-
-    def _next(self) -> None:
-        self._current = (self._current + 1) % len(self.endpoints)
+    async def _begin(
+        self, connection: ControlClient, method: Method[R], request: Message
+    ) -> "_Changes":
+        assert isinstance(request, pb.WatchRequest)
+        return _Changes(self, connection, request)
 
     # -- the nodes -------------------------------------------------------------------------------
 
-    async def _begin(self) -> Link:
-        started = trio.Event()
-        trio.lowlevel.spawn_system_task(self._host, started)
-        await started.wait()
-        assert self._nursery is not None
-        caller = Caller(
-            "reader",
-            "reader",
-            self._resolve,
-            codec_for(()),
-            self._nursery,
-            credentials=self._credentials,
-            is_revoked=lambda serial: self._is_revoked(serial),
-            timeout_s=_SILENT_S,
-        )
-        self._link = Link(caller, 0)
-        return self._link
+    async def _prepare(self) -> None:
+        """Take note of the nodes that are registered now. The one to try next comes first."""
+        registered = [Endpoint(host, port, True) for host, port in self._registered()]
+        current = self.endpoints[self._current]
+        self.endpoints = list(dict.fromkeys(chain([current], self._configured, registered)))
+        self._current = 0
+        if self._nursery is None:
+            started = trio.Event()
+            trio.lowlevel.spawn_system_task(self._host, started)
+            await started.wait()
 
     async def _host(self, started: trio.Event) -> None:
         """Hold the tasks of connections, which outlive the calls that open them."""
@@ -173,16 +104,30 @@ class Relay(Client):
             started.set()
             await trio.sleep_forever()
 
-    def _resolve(self, node: int) -> NodeAddress:
-        endpoint = self.endpoints[self._current]
-        return NodeAddress(endpoint.host, endpoint.port, 0, [], "", "", 0, 0, "")
+    async def _connect(self, endpoint: Endpoint) -> ControlClient:
+        link = self._links.get(endpoint)
+        if link is None:
+            link = self._links[endpoint] = self._link_to(endpoint)
+        try:
+            return await link.connected()
+        except Unreachable as error:
+            kind = NotAccepted if isinstance(error, Distrusted) else ConnectionLost
+            raise kind(error.reason, sent=False) from None
 
-    def _know_all(self) -> None:
-        """Take note of the nodes that are registered now. That in use, or the next one, comes first."""
-        registered = [Endpoint(host, port, True) for host, port in self._registered()]
-        current = self.endpoints[self._current]
-        self.endpoints = list(dict.fromkeys(chain([current], self._configured, registered)))
-        self._current = 0
+    def _link_to(self, endpoint: Endpoint) -> Link:
+        assert self._nursery is not None
+        address = NodeAddress(endpoint.host, endpoint.port, 0, [], "", "", 0, 0, "")
+        caller = Caller(
+            "reader",
+            "reader",
+            lambda node: address,
+            codec_for(()),
+            self._nursery,
+            credentials=self._credentials,
+            is_revoked=lambda serial: self._is_revoked(serial),
+            timeout_s=_SILENT_S,
+        )
+        return Link(caller, 0)
 
 
 class _Changes:
