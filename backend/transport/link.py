@@ -44,8 +44,7 @@ class Link:
         self.given_up: list[Callable[[], None]] = []
         self._connecting = trio.Lock()
         self._control: ControlClient | None = None
-        # The node's registration when it was looked at last, and where it was then.
-        self._registration: NodeAddress | None = None
+        # Where the node was registered when it was looked at last.
         self._where: tuple[str, int, int] | None = None
         self._attempt = trio.CancelScope()  # to connect
         self._alone_until = 0.0
@@ -76,16 +75,12 @@ class Link:
 
     async def connected(self) -> ControlClient:
         """Return the control connection as it is now. Raises Unreachable."""
-        control, address = self._control, self.caller.resolve(self.node)
-        if control is not None and control.is_open and address is not None:
-            if address is not self._registration and self._registered()[1] == self._where:
-                self._registration = address  # it tells of other room
-            if address is self._registration:
-                return control
+        control = self._control
+        if control is not None and control.is_open and self._registered()[1] == self._where:
+            return control
         async with self._connecting:
             # As it is now, and not before others tried.
             address, where = self._registered()
-            self._registration = address
             if self._control is not None and (not self._control.is_open or where != self._where):
                 self._control.close("its address changed")
                 self._control = None
