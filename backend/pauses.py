@@ -80,8 +80,8 @@ class Rests:
 
 
 class Throttle:
-    """A token bucket of bytes per second (0: unlimited), which may be changed any time. After a pause, so
-    many bytes as a `burst` need not wait."""
+    """A token bucket of bytes per second (0: unlimited), which may be changed any time. After a pause,
+    `burst_bytes` need not wait."""
 
     def __init__(self, bytes_per_s: float = 0.0, burst_bytes: int = 0) -> None:
         self.bytes_per_s = bytes_per_s

@@ -281,6 +281,7 @@ class Client(ABC):
     def _leave(self, connection: Reached, reason: str) -> None:
         """Give up a connection whose member cannot serve, and turn to the next endpoint."""
         self._note(connection, reason)
+        # A store node may be the only one that is known so far: `_prepare` finds others.
         if self.is_relayed or len(self.endpoints) > 1:
             connection.close(reason)
 

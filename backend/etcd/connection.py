@@ -131,7 +131,7 @@ class Connection:
         if self.why:
             return
         self.why = reason or "the connection was closed"
-        self.http2.end(reason)
+        self.http2.end(self.why)
         self._waiting_callers.unpark_all()
         self._ready.set()
         trio.lowlevel.notify_closing(self._sock)
