@@ -11,6 +11,7 @@ import errno
 import hashlib
 import math
 import secrets
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import Enum, auto
@@ -22,10 +23,9 @@ from ..trust.security import Identity
 from .messages import Message
 
 # The limit of one peer, over all its connections to a node, of requests and the answers that it will get.
-# A short request does not count, as its connection takes more; a stream of an extent counts as its thread.
+# A short request does not count, as its connection takes more.
 OUTSTANDING_BYTES_MAX = 64 << 20
 SHORT_BYTES = 1 << 10
-STREAM_BYTES = 64 << 10
 
 
 class Scope(Enum):
@@ -101,6 +101,39 @@ class Peer:
 
     def __str__(self) -> str:
         return f"{self.identity.role} {self.identity.name!r} at {self.address}"
+
+
+class Places:
+    """Places for threads that serve peers, of which `free` are free. A peer gets another one while it has
+    fewer than are free: however many take all that they may, some are left. A store node gets any."""
+
+    def __init__(self, count: int) -> None:
+        self.free = count
+        # By peer (Peer.who; "": nodes): how many places it has, and its requests that wait for one.
+        self._taken = Counter[str]()
+        self._waiting = dict[str, trio.lowlevel.ParkingLot]()
+
+    async def take(self, peer: Peer) -> None:
+        who = peer.who if peer.identity.role != "node" else ""
+        while self.free <= self._taken[who]:
+            lot = self._waiting.setdefault(who, trio.lowlevel.ParkingLot())
+            try:
+                await lot.park()
+            finally:
+                if not lot:
+                    self._waiting.pop(who, None)
+        self.free -= 1
+        if who:
+            self._taken[who] += 1
+
+    def give_back(self, peer: Peer) -> None:
+        """Give a place back. Of the peers that wait the one with the fewest places gets it."""
+        self.free += 1
+        if peer.identity.role != "node":
+            self._taken[peer.who] -= 1
+        waiting = [who for who, lot in self._waiting.items() if lot]
+        if waiting:
+            self._waiting[min(waiting, key=self._taken.__getitem__)].unpark()
 
 
 def may(rights: Mapping[Any, Row], role: str, asked: Asked) -> Scope:

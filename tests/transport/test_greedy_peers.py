@@ -170,17 +170,20 @@ async def test_what_a_peer_has_outstanding_is_limited_in_all(memory: Path, kind:
             nursery.cancel_scope.cancel()
 
 
-async def test_streams_leave_others_threads(memory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("others", [(), ("127.0.0.3", "127.0.0.4")])
+async def test_streams_leave_others_threads(
+    memory: Path, monkeypatch: pytest.MonkeyPatch, others: tuple[str, ...]
+) -> None:
     monkeypatch.setattr(data, "THREADS_MAX", 8)
-    monkeypatch.setattr(door, "OUTSTANDING_BYTES_MAX", 4 * rights.STREAM_BYTES)
     length = 16 * MiB
     async with in_cluster(memory, 1, timeout_s=10) as cluster, AsyncExitStack() as stack:
         await cluster.write(EXTENT, bytes(length))
         asked = wire.Header(wire.Op.READ, EXTENT, TARGET, 5, 0, 0, ((0, length),), "")
-        for _ in range(10):
-            connection = await strangers.data_connection(cluster, GREEDY)
+        for name in (GREEDY, *others) * 10:
+            connection = await strangers.data_connection(cluster, name)
             stack.push_async_callback(connection.aclose)
             await connection.send(connection.framed(wire.encode(asked)))
-        await until(lambda: cluster.nodes[1].listener.host.counters.requests["read"] == 10)
+        requests = cluster.nodes[1].listener.host.counters.requests
+        await until(lambda: requests["read"] == 10 * (1 + len(others)))
         with trio.fail_after(5):
             assert await cluster.read(1, EXTENT, 0, length) == bytes(length)

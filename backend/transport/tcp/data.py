@@ -29,7 +29,7 @@ from ...unwrap import background
 from .. import Extent, Unreachable
 from ..frames import BadMessage
 from ..mover import Host
-from ..rights import STREAM_BYTES, Peer
+from ..rights import Peer, Places
 from ..service import Held, Incoming, Service, begin, check_right
 from .channel import Channel, Lost
 from .streams import PIECE_BYTES_MAX, piece_bytes, receive_ranges, send_range, send_stream
@@ -249,7 +249,7 @@ class Data:
     def __init__(self, host: Host) -> None:
         self._host = host
         self._current: dict[Extent, Receiving] = {}
-        self._places = trio.Semaphore(THREADS_MAX)
+        self._places = Places(THREADS_MAX)
 
     async def serve(self, channel: Channel, peer: Peer) -> bool:
         """Serve a request. Return whether the connection can be used again."""
@@ -261,7 +261,7 @@ class Data:
         host, op, extent = self._host, header.op.name.lower(), header.extent
         host.counters.requests[op] += 1
         channel.clean = False
-        await peer.outstanding.take(STREAM_BYTES)
+        await self._places.take(peer)
         with logs.request(header.trace):
             try:
                 await check_right(host.service, RIGHTS, peer, header.op, (extent.content,))
@@ -276,11 +276,11 @@ class Data:
                 reply = Reply(ReplyKind.FAILED, *host.failed(peer, what, error))
                 await self._in_thread(channel, partial(channel.conclude, reply))
             finally:
-                peer.outstanding.give_back(STREAM_BYTES)
+                self._places.give_back(peer)
         return channel.clean
 
     def _in_thread(self, channel: Channel, work: Callable[[], T]) -> Awaitable[list[T]]:
-        return in_threads([work], channel.shutdown, self._places)
+        return in_threads([work], channel.shutdown, None)
 
     def _give(self, channel: Channel, header: Header) -> int:
         """Send a range of an extent, and return its length. Raises OSError, which the peer has to be told,
