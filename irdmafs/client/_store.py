@@ -5,10 +5,9 @@ from __future__ import annotations
 import errno
 import os
 import stat
-import threading
 import weakref
-from collections import OrderedDict
-from collections.abc import Collection, Iterable, Iterator, Mapping, MutableMapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, MutableMapping
+from functools import lru_cache, partial
 from itertools import chain
 from typing import Any, NamedTuple, Self, overload
 
@@ -81,19 +80,6 @@ def _size(entry: os.DirEntry[str]) -> int:
 # -- arrays -----------------------------------------------------------------------------------------
 
 
-class _Parsed(NamedTuple):
-    """A .safetensors file as it was last read. The mapping lives only as long as arrays of it."""
-
-    identity: tuple[int, int, int, int | None]
-    text: bytes
-    header: _safetensors.Header
-    mapping: weakref.ref[_files.Mapping] | None
-
-
-def _unpublished(path: str) -> FileNotFoundError:
-    return FileNotFoundError(errno.ENOENT, "The file is empty: nothing was published yet", path)
-
-
 class Store(MutableMapping[str, Array], Closing):
     """The arrays in a directory, by name. The package's documentation defines names.
 
@@ -109,13 +95,10 @@ class Store(MutableMapping[str, Array], Closing):
             raise NotADirectoryError(errno.ENOTDIR, "Not a directory", path)
         self.path = os.path.abspath(path)
         self._closed = False
-        self._parsed: OrderedDict[str, _Parsed] = OrderedDict()
-        self._parsed_lock = threading.Lock()
 
     def close(self) -> None:
         """End the use of the store; arrays obtained from it stay valid."""
         self._closed = True
-        self._parsed.clear()
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}({self.path!r})"
@@ -136,15 +119,8 @@ class Store(MutableMapping[str, Array], Closing):
 
     def __getitem__(self, name: str) -> Array:
         """Map the array ``name``: read-only, without copying it."""
-        file, tensor = split_name(name)
-        try:
-            if tensor is not None:
-                return self._load_tensors(file, [tensor])[tensor]
-            if (array := _npy.load(self._path(file + NPY))) is not None:
-                return array
-        except (FileNotFoundError, KeyError):
-            pass
-        raise KeyError(name)
+        array: Array = self._array(name, None)
+        return array
 
     def to_device(self, name: str, device: object = "cuda") -> Any:
         """Return the array ``name`` as a torch tensor in a device's memory ("cpu", "cuda", "cuda:1", a
@@ -158,16 +134,7 @@ class Store(MutableMapping[str, Array], Closing):
 
         Raises ValueError for a file that does not fit.
         """
-        file, tensor = split_name(name)
-        try:
-            if tensor is not None:
-                return self._read_tensors_into(buffer, file, [tensor])[tensor]
-            path = self._path(file + NPY)
-            if size := buffer.fill(path):
-                return buffer.show(path, _npy.layout(path, buffer.head, size))
-        except (FileNotFoundError, KeyError):
-            pass
-        raise KeyError(name)
+        return self._array(name, buffer)
 
     @overload
     def state_dict(
@@ -194,7 +161,7 @@ class Store(MutableMapping[str, Array], Closing):
                 raise ValueError("a buffer takes one .safetensors file: name it")
             self._check_file(name)
             try:
-                return self._read_tensors_into(into, name, None)
+                return self._tensors(name, None, into)
             except FileNotFoundError:
                 raise KeyError(name) from None
         found: dict[str, Any] = {}
@@ -210,7 +177,7 @@ class Store(MutableMapping[str, Array], Closing):
         check_name(name)
         try:
             if name.endswith(SAFETENSORS):
-                yield self._load_tensors(name, None)
+                yield self._tensors(name)
                 return
             is_directory = stat.S_ISDIR(look_up(os.stat, self._path(name)).st_mode)
         except (FileNotFoundError, NotADirectoryError):
@@ -373,25 +340,12 @@ class Store(MutableMapping[str, Array], Closing):
             raise FileNotFoundError(*error.args) from error
         return stat.S_ISREG(status.st_mode) and status.st_size > 0
 
-    def _read_tensors_into(
-        self, buffer: Buffer, file: str, names: Iterable[str] | None
-    ) -> dict[str, Any]:
-        """Return those of ``names`` (None: all) that a .safetensors file has, in the buffer."""
-        path = self._path(file)
-        size = buffer.fill(path)
-        if size == 0:
-            raise _unpublished(path)
-        text = _safetensors.header_text(path, buffer.head, size)
-        header = _safetensors.parse_header(path, text, size)
-        wanted = header.tensors.keys() if names is None else header.tensors.keys() & names
-        return {name: buffer.show(path, header.tensors[name]) for name in wanted}
-
     def _load_tree(self, prefix: str) -> Iterator[dict[str, Array]]:
         for file in sorted(walk(self._path(""), prefix)):
             name = file.removeprefix(f"{prefix}/") if prefix else file
             try:
                 if file.endswith(SAFETENSORS):
-                    tensors = self._load_tensors(file, None)
+                    tensors = self._tensors(file)
                     yield {f"{name}/{tensor}": array for tensor, array in tensors.items()}
                 elif (found := _npy.load(self._path(file))) is not None:
                     yield {name.removesuffix(NPY): found}
@@ -399,50 +353,84 @@ class Store(MutableMapping[str, Array], Closing):
                 # The file was removed since the directory was read.
                 continue
 
-    def _load_tensors(self, file: str, names: Iterable[str] | None) -> dict[str, Array]:
-        """Map those of ``names`` (None: all) that a .safetensors file has.
+    def _array(self, name: str, buffer: Buffer | None) -> Any:
+        """Return the array ``name``, mapped or read into a buffer. Raises KeyError."""
+        file, tensor = split_name(name)
+        try:
+            if tensor is not None:
+                return self._tensors(file, tensor, buffer)[tensor]
+            path = self._path(file + NPY)
+            if buffer is None:
+                if (array := _npy.load(path)) is not None:
+                    return array
+            elif size := buffer.fill(path):
+                return buffer.show(path, _npy.layout(path, buffer.head, size))
+        except (FileNotFoundError, KeyError):
+            pass
+        raise KeyError(name)
 
-        Raises FileNotFoundError, also for an empty file.
-        """
+    def _tensors(
+        self, file: str, only: str | None = None, buffer: Buffer | None = None
+    ) -> dict[str, Any]:
+        """Return the tensors of a .safetensors file, or the one of this name, if it has that: mapped, or
+        read into a buffer. Raises FileNotFoundError, also for an empty file."""
         path = self._path(file)
-        with _files.open_to_read(path) as (fd, status):
-            parsed = self._parse(path, fd, status)
-            mapping = parsed.mapping() if parsed.mapping is not None else None
-            if mapping is None:
-                mapping = _files.Mapping(path, fd, status.st_size)
-                self._keep(path, parsed._replace(mapping=weakref.ref(mapping)))
-        header, data = parsed.header, mapping.bytes
-        wanted = header.tensors if names is None else header.tensors.keys() & names
-        return {name: _files.view(path, data, header.tensors[name]) for name in wanted}
+        if buffer is not None:
+            size = buffer.fill(path)
+            header = _safetensors.parse_header(path, _text(path, buffer.head, size), size)
+            show = buffer.show
+        else:
+            with _files.open_to_read(path) as (fd, status):
+                known, (text, header, mapped) = _parse(path, fd, status)
+                mapping = mapped() if mapped is not None else None
+                if mapping is None:
+                    mapping = _files.Mapping(path, fd, status.st_size)
+                    known.parsed = _Parsed(text, header, weakref.ref(mapping))
+            show = partial(_files.view, data=mapping.bytes)
+        wanted = header.tensors if only is None else header.tensors.keys() & {only}
+        return {name: show(path, layout=header.tensors[name]) for name in wanted}
 
     def _header(self, file: str) -> _safetensors.Header:
-        """Return the header of a .safetensors file. Raises as `_load_tensors`."""
+        """Return the header of a .safetensors file. Raises as `_tensors`."""
         path = self._path(file)
         with _files.open_to_read(path) as (fd, status):
-            return self._parse(path, fd, status).header
+            return _parse(path, fd, status)[1].header
 
-    def _parse(self, path: str, fd: int, status: os.stat_result) -> _Parsed:
-        """Return the header of an open .safetensors file, with the mapping that its other arrays use.
 
-        A mapping is shared when it is of the same version; elsewhere than on irdmafs of the same
-        inode, which cannot be another file's as long as the mapping lives. The header
-        is compared, not assumed to be the same.
-        """
-        size = status.st_size
-        if size == 0:
-            raise _unpublished(path)
-        text = _safetensors.header_text(path, lambda count: _files.read_at(fd, count, 0), size)
-        identity = (status.st_dev, status.st_ino, size, _files.read_version(fd))
-        known = self._parsed.get(path)
-        if known is not None and known.identity == identity and known.text == text:
-            return known
-        parsed = _Parsed(identity, text, _safetensors.parse_header(path, text, size), None)
-        self._keep(path, parsed)
-        return parsed
+class _Parsed(NamedTuple):
+    """A .safetensors file as it was last read. The mapping lives only as long as arrays of it."""
 
-    def _keep(self, path: str, parsed: _Parsed) -> None:
-        with self._parsed_lock:
-            self._parsed[path] = parsed
-            self._parsed.move_to_end(path)
-            while len(self._parsed) > _HEADERS_MAX:
-                self._parsed.popitem(last=False)
+    text: bytes
+    header: _safetensors.Header
+    mapping: weakref.ref[_files.Mapping] | None = None
+
+
+class _Known:
+    """Holds a version as it was last read; elsewhere than on irdmafs an inode, which cannot be another
+    file's as long as the mapping lives."""
+
+    parsed: _Parsed | None = None
+
+
+@lru_cache(_HEADERS_MAX)
+def _known_of(device: int, ino: int, size: int, version: int | None) -> _Known:
+    return _Known()
+
+
+def _parse(path: str, fd: int, status: os.stat_result) -> tuple[_Known, _Parsed]:
+    """Read an open .safetensors file, unless it is known. The header is compared, not assumed to be the
+    same. Raises FileNotFoundError for an empty file, and FormatError."""
+    size = status.st_size
+    text = _text(path, partial(_files.read_at, fd, offset=0), size)
+    known = _known_of(status.st_dev, status.st_ino, size, _files.read_version(fd))
+    parsed = known.parsed
+    if parsed is None or parsed.text != text:
+        known.parsed = parsed = _Parsed(text, _safetensors.parse_header(path, text, size))
+    return known, parsed
+
+
+def _text(path: str, read: Callable[[int], bytes], size: int) -> bytes:
+    """Return the header of a .safetensors file as text."""
+    if size == 0:
+        raise FileNotFoundError(errno.ENOENT, "The file is empty: nothing was published yet", path)
+    return _safetensors.header_text(path, read, size)
