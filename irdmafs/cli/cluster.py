@@ -12,6 +12,7 @@ import os
 import sys
 import time
 from collections.abc import Awaitable, Callable
+from functools import partial
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import click
@@ -36,10 +37,13 @@ WATCH_PERIOD_S = 1.0
 _FORMAT = 1  # of a cluster's records
 _EXIT_CODES = {"ok": 0, "degraded": 1, "unavailable": 2}
 
-config_option = click.option(
-    "--cluster", "--config", "config_path", metavar="FILE",
+_cluster_option = partial(
+    click.option, "--cluster", "--config", metavar="FILE",
     help="The cluster's file  [default: $IRDMAFS_CONFIG, /etc/irdmafs/cluster.toml]",
 )  # fmt: skip
+file_option = _cluster_option("config_path")
+# Gives the command what the file says.
+config_option = _cluster_option("config", callback=lambda ctx, option, path: load(path))
 json_option = click.option("--json", "as_json", is_flag=True, help="Print JSON.")
 
 
@@ -273,7 +277,7 @@ def size_of(flag: str, text: str, least: int = 1) -> int:
 
 @cluster.command("status")
 @json_option
-@config_option
+@file_option
 @click.pass_context
 def status_command(ctx: click.Context, as_json: bool, config_path: str | None) -> None:
     """Show nodes, groups and mounts, problems, and data being moved."""
@@ -309,7 +313,7 @@ def status_command(ctx: click.Context, as_json: bool, config_path: str | None) -
               help="A revision of etcd that was seen elsewhere, in a log for example.")  # fmt: skip
 @click.option("--yes", is_flag=True, help="Do not ask.")
 @config_option
-def accept_restore(above: int, yes: bool, config_path: str | None) -> None:
+def accept_restore(above: int, yes: bool, config: ClusterConfig) -> None:
     """Go on with an etcd that was restored from a backup, as its newest data are lost.
 
     Files are again as they were when the backup was made. What is newer stays in the nodes' quarantine
@@ -317,8 +321,6 @@ def accept_restore(above: int, yes: bool, config_path: str | None) -> None:
     """
     from ..backend.cluster.history import accept, described, goal, read_reports
     from .cluster_status import Progress
-
-    config = load(config_path)
 
     async def look(engine: EtcdEngine) -> tuple[dict[int, Report], int]:
         return await read_reports(engine), engine.revision
@@ -350,7 +352,7 @@ def accept_restore(above: int, yes: bool, config_path: str | None) -> None:
 
 @cluster.command("repair-etcd")
 @config_option
-def repair_etcd(config_path: str | None) -> None:
+def repair_etcd(config: ClusterConfig) -> None:
     """Free the room that etcd does not use, and take its alarms back, so that it takes writes again.
 
     Each member of etcd is defragmented, one after the other: it answers nothing else meanwhile, for some
@@ -360,5 +362,5 @@ def repair_etcd(config_path: str | None) -> None:
     async def repair(engine: EtcdEngine) -> None:
         await engine.admin.repair(say)
 
-    with_etcd(load(config_path), repair)
+    with_etcd(config, repair)
     say("see how it is now with: irdmafs cluster status")

@@ -22,7 +22,7 @@ from ..mount import background, mounting, stores
 from ..mount.users import holders_of, users_of
 from ..mount_options import MountConfig, MountError, MountFlags, parse_mount_options
 from . import status
-from .cluster import config_option, load, mount_of, print_json, rdma_wanted, say, size_of
+from .cluster import file_option, json_option, load, mount_of, print_json, rdma_wanted, say, size_of
 from .flags import flag_name, flags_of, overrides, section_flags
 from .install import install, uninstall
 from .members import cluster
@@ -318,7 +318,7 @@ def _describe_users(mountpoint: str) -> str:
 
 @main.command("status")
 @click.argument("directory", metavar="[DIR]", required=False)
-@click.option("--json", "as_json", is_flag=True, help="Print JSON.")
+@json_option
 @click.pass_context
 def status_command(ctx: click.Context, directory: str | None, as_json: bool) -> None:
     """Show one mount, or all of them and the stores that no mount uses."""
@@ -341,9 +341,9 @@ def status_command(ctx: click.Context, directory: str | None, as_json: bool) -> 
 
 
 @main.command()
-@config_option
+@file_option
 @section_flags("doctor")
-@click.option("--json", "as_json", is_flag=True, help="Print JSON.")
+@json_option
 @click.pass_context
 def doctor(ctx: click.Context, /, config_path: str | None, as_json: bool, **flags: Any) -> None:
     """Report what this machine can do for irdmafs, and how to improve it.

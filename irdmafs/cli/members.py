@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from ..mount_options import MountError
-from .cluster import cluster, config_option, consent, json_option, load, print_json, say, with_etcd
+from .cluster import cluster, config_option, consent, json_option, print_json, say, with_etcd
 from .status import print_table
 
 if TYPE_CHECKING:
@@ -44,7 +44,7 @@ def cert(
     renew: bool,
     root: str | None,
     directory: str | None,
-    config_path: str | None,
+    config: ClusterConfig,
 ) -> None:
     """Make one more certificate, signed by the cluster's CA; the CA's key must be beside its certificate.
 
@@ -54,7 +54,7 @@ def cert(
     from .cluster_admin import subvolume_at
     from .cluster_members import node_addresses, register_all, renewable
 
-    config, authority = _with_ca(config_path)
+    authority = _authority(config)
     target, owner, subvolume, kept_to = directory or authority, 0, 0, root or ""
     if root is not None:
         if role != "mount" or renew:
@@ -92,11 +92,12 @@ def cert(
 @cluster.command()
 @json_option
 @config_option
-def members(as_json: bool, config_path: str | None) -> None:
+def members(as_json: bool, config: ClusterConfig) -> None:
     """List the certificates that were issued, and which of them are revoked."""
     from .cluster_members import list_members
 
-    found = with_etcd(_with_ca(config_path)[0], list_members)
+    _authority(config)
+    found = with_etcd(config, list_members)
     if as_json:
         print_json([member.to_json() for member in found])
         return
@@ -115,7 +116,7 @@ def members(as_json: bool, config_path: str | None) -> None:
 @click.argument("name")
 @click.option("--yes", is_flag=True, help="Do not ask before processes that use it are cut off.")
 @config_option
-def revoke(name: str, yes: bool, config_path: str | None) -> None:
+def revoke(name: str, yes: bool, config: ClusterConfig) -> None:
     """Shut out all holders of a certificate of this NAME, and end their connections and sessions.
 
     Nodes and mounts refuse the certificate from now on. What its holders wrote and had not published is
@@ -124,7 +125,7 @@ def revoke(name: str, yes: bool, config_path: str | None) -> None:
     from .cluster_members import revoke as revoke_name
     from .cluster_members import uses_of
 
-    config, directory = _with_ca(config_path)
+    directory = _authority(config)
     uses = with_etcd(config, lambda engine: uses_of(engine, name))
     if uses:
         say(f"with a certificate of {name!r} are in the cluster, and are cut off:", err=True)
@@ -161,14 +162,14 @@ def _tell_etcd(config: ClusterConfig, directory: str) -> None:
 @click.option("--finish", is_flag=True, help="Stop trusting the older CA, when everybody has a certificate "
               "of the newer one.")  # fmt: skip
 @config_option
-def rotate_ca(finish: bool, config_path: str | None) -> None:
+def rotate_ca(finish: bool, config: ClusterConfig) -> None:
     """Replace the cluster's certificate authority, without an interruption.
 
     Makes a new one, which signs from now on; ca.pem then holds both. docs/security.md has the steps.
     """
     from ..backend.trust.authority import begin_ca_change, finish_ca_change
 
-    config, directory = _with_ca(config_path)
+    directory = _authority(config)
     if finish:
         finish_ca_change(directory)
         say(f"{config.cluster.ca} holds the newer CA only: copy it to all hosts, and restart etcd")
@@ -182,14 +183,14 @@ def rotate_ca(finish: bool, config_path: str | None) -> None:
 
 @cluster.command("protect")
 @config_option
-def protect_command(config_path: str | None) -> None:
+def protect_command(config: ClusterConfig) -> None:
     """Have etcd check what each certificate may change.
 
     `cluster init` does so. Give it again after an update of irdmafs, which may have other keys.
     """
     from .cluster_members import certificates_in, protect, register_all
 
-    config, directory = _with_ca(config_path)
+    directory = _authority(config)
 
     async def work(engine: Any) -> None:
         if not engine.admin.secure:
@@ -205,9 +206,8 @@ def protect_command(config_path: str | None) -> None:
     say("etcd checks what each certificate may change")
 
 
-def _with_ca(config_path: str | None) -> tuple[ClusterConfig, str]:
-    """Return the configuration, and the directory of the CA. Raises MountError if the cluster has none."""
-    config = load(config_path)
+def _authority(config: ClusterConfig) -> str:
+    """Return the directory of the CA. Raises MountError if the cluster has none."""
     if config.cluster.ca is None:
         raise MountError(f"cluster {config.cluster.name!r} has no CA; it was made with --no-tls")
-    return config, os.path.dirname(config.cluster.ca)
+    return os.path.dirname(config.cluster.ca)

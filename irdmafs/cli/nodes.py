@@ -13,7 +13,7 @@ import click
 
 from ..backend.model.values import counted, human_bytes
 from ..mount_options import MountError
-from .cluster import WATCH_PERIOD_S, ask, config_option, consent, load, read_state, say, with_etcd
+from .cluster import WATCH_PERIOD_S, ask, config_option, consent, read_state, say, with_etcd
 from .status import one_line
 
 if TYPE_CHECKING:
@@ -44,7 +44,7 @@ async def _read_trusted(config: ClusterConfig, engine: EtcdEngine) -> Cluster:
 @click.option("--cancel", is_flag=True, help="Use the node again.")
 @click.option("--no-wait", is_flag=True, help="Return at once; the draining goes on.")
 @config_option
-def drain(node: str, cancel: bool, no_wait: bool, config_path: str | None) -> None:
+def drain(node: str, cancel: bool, no_wait: bool, config: ClusterConfig) -> None:
     """Move everything off a store node, and wait until it is empty.
 
     NODE is a name that `irdmafs cluster status` shows: its id (or as many digits as make it clear), host or
@@ -54,8 +54,6 @@ def drain(node: str, cancel: bool, no_wait: bool, config_path: str | None) -> No
 
     from .cluster_admin import set_node_state
     from .cluster_status import Progress
-
-    config = load(config_path)
 
     async def begin(engine: EtcdEngine) -> tuple[int, int]:
         found = await _read_trusted(config, engine)
@@ -93,7 +91,7 @@ def drain(node: str, cancel: bool, no_wait: bool, config_path: str | None) -> No
 @click.argument("node", required=False)
 @config_option
 @click.pass_context
-def scrub(ctx: click.Context, node: str | None, config_path: str | None) -> None:
+def scrub(ctx: click.Context, node: str | None, config: ClusterConfig) -> None:
     """Have a store node, or all, compare everything it keeps with what was published, beginning now.
 
     NODE is a name that `irdmafs cluster status` shows: its id (or the first digits of it), host or address.
@@ -103,8 +101,6 @@ def scrub(ctx: click.Context, node: str | None, config_path: str | None) -> None
     """
     from ..backend.cluster.overview import ask_each
     from ..backend.transport.peers import Peers
-
-    config = load(config_path)
 
     async def begin(engine: EtcdEngine) -> dict[int, str]:
         found = await read_state(config, engine)
@@ -129,12 +125,11 @@ def scrub(ctx: click.Context, node: str | None, config_path: str | None) -> None
               "and the files that only this node has.")  # fmt: skip
 @click.option("--yes", is_flag=True, help="Do not ask before files are removed.")
 @config_option
-def remove(node: str, force: bool, yes: bool, config_path: str | None) -> None:
+def remove(node: str, force: bool, yes: bool, config: ClusterConfig) -> None:
     """Forget a store node that has been drained and stopped, or that is dead for good.
 
     NODE is a name that `irdmafs cluster status` shows: its id, host or address.
     """
-    config = load(config_path)
 
     async def look(engine: EtcdEngine) -> tuple[int, Lost]:
         from ..backend.cluster.removal import Lost, removal
@@ -211,7 +206,7 @@ def _files(lost: Lost) -> str:
 @click.command()
 @click.argument("node")
 @config_option
-def admit(node: str, config_path: str | None) -> None:
+def admit(node: str, config: ClusterConfig) -> None:
     """Let a store node that was removed start again, with the extents it keeps.
 
     NODE is its full id, as in its log. A new node needs no admission.
@@ -219,7 +214,6 @@ def admit(node: str, config_path: str | None) -> None:
     from ..backend.cluster.membership import admit
     from ..backend.model.records import NodeRecord
 
-    config = load(config_path)
     number = int(node, 16) if re.fullmatch("[0-9a-fA-F]{16}", node) else 0
     if not 0 < number < 1 << 63:
         raise MountError(f"{node!r} is not the id of a node: 16 hexadecimal digits")
@@ -231,7 +225,7 @@ def admit(node: str, config_path: str | None) -> None:
 
 @click.command()
 @config_option
-def rebalance(config_path: str | None) -> None:
+def rebalance(config: ClusterConfig) -> None:
     """Wait until every file is on the store nodes that should keep it.
 
     Nodes move files by themselves, at their --rebalance-rate, when nodes come, go or are drained.
@@ -239,8 +233,6 @@ def rebalance(config_path: str | None) -> None:
     import trio
 
     from .cluster_status import Progress
-
-    config = load(config_path)
 
     async def wait(engine: EtcdEngine) -> None:
         total = 0

@@ -12,13 +12,13 @@ import click
 from ..mount.mounting import named
 from ..mount.stores import OF_NODES, refuse_mount, refuse_other_purpose, refuse_strange_files
 from ..mount_options import MountError
-from .cluster import config_option, load, say
+from .cluster import file_option, load, say
 from .flags import overrides, section_flags
 
 
 @click.command()
 @click.argument("store")
-@config_option
+@file_option
 @section_flags("serve")
 @click.option("-f", "--foreground", is_flag=True, help="Stay; Ctrl-C ends it.")
 def serve(store: str, config_path: str | None, foreground: bool, **flags: Any) -> None:

@@ -15,7 +15,7 @@ import click
 from ..backend.model.values import human_bytes
 from ..mount import mounting
 from . import status
-from .cluster import Lacking, ask, print_json, say
+from .cluster import Lacking, ask, json_option, print_json, say
 
 if TYPE_CHECKING:
     from ..client import Versions
@@ -28,7 +28,7 @@ _expected_option = click.option(
 
 @click.command()
 @click.argument("path", metavar="PATH")
-@click.option("--json", "as_json", is_flag=True, help="Print JSON.")
+@json_option
 def versions(path: str, as_json: bool) -> None:
     """List the versions of the file PATH that are kept, the current one and those that are open; or those
     that `irdmafs publish` made in the directory PATH, and which of them are held."""
