@@ -230,15 +230,15 @@ NAMES = (
 
 
 def test_any_name_that_linux_allows_works(as_on_tmpfs: AsOnTmpfs) -> None:
-    for name in NAMES:
-        as_on_tmpfs(f"""
-            a: write({name!r}); os.listdir(b'.')
-            b: read({name!r})
-            a: os.rename({name!r}, b'2'); os.symlink({name!r}, {name!r})
-            b: os.readlink({name!r}), sorted(os.listdir(b'.'))
-            a: os.unlink({name!r}); os.unlink(b'2')
-            b: os.listdir(b'.')
-        """)
+    lines = """
+        a: write({0!r}); os.listdir(b'.')
+        b: read({0!r})
+        a: os.rename({0!r}, b'2'); os.symlink({0!r}, {0!r})
+        b: os.readlink({0!r}), sorted(os.listdir(b'.'))
+        a: os.unlink({0!r}); os.unlink(b'2')
+        b: os.listdir(b'.')
+    """
+    as_on_tmpfs("\n".join(lines.format(name).strip() for name in NAMES))
 
 
 def test_listing_has_the_inodes_of_files_that_are_being_replaced(
