@@ -21,7 +21,7 @@ from harness.daemons import paused
 from harness.mountpoint import eventually
 from harness.patterns import pattern, version_of
 
-REPLACEMENTS = int(os.environ.get("IRDMAFS_REPLACEMENTS") or 40)
+REPLACEMENTS = int(os.environ.get("IRDMAFS_REPLACEMENTS") or 25)
 SIZE = 9000
 LISTINGS = 15
 
@@ -153,7 +153,7 @@ def test_an_open_for_reading_that_empties_a_file_can_read(here: Path, there: Pat
 
 def test_an_open_for_reading_empties_what_a_host_just_put_there(here: Path, there: Path) -> None:
     (here / "file").touch()
-    for n in range(100):
+    for n in range(REPLACEMENTS):
         (here / "new").write_bytes(pattern(n, SIZE))
         (there / "file").stat()
         os.replace(here / "new", here / "file")
