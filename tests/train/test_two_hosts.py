@@ -53,13 +53,6 @@ def shell(command: str, run: Path) -> subprocess.CompletedProcess[str]:
     )  # fmt: skip
 
 
-def closed(path: Path, content: bytes) -> None:
-    """Write a file as a C program does."""
-    fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o666)
-    os.write(fd, content)
-    os.close(fd)
-
-
 def push_with(hosts: Hosts, value: float = 1.0, metadata: dict[str, str] | None = None) -> bytes:
     save_file(ones(value), hosts.local / "push.safetensors", metadata)
     return (hosts.local / "push.safetensors").read_bytes()
@@ -95,18 +88,13 @@ def test_program_that_waits_for_a_version_ends_at_a_signal(
     hosts_of_run: Hosts, number: signal.Signals
 ) -> None:
     path = hosts_of_run.here / ".train" / "since" / "99" / "model.safetensors"
-    with subprocess.Popen(["cat", path], preexec_fn=default_signals) as waiting:
+    with subprocess.Popen(["cat", path]) as waiting:
         try:
             eventually(lambda: is_waiting(waiting.pid), "it waits", 30)
             waiting.send_signal(number)
             assert waiting.wait(PATIENCE_S) == -number
         finally:
             waiting.kill()
-
-
-def default_signals() -> None:
-    for number in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(number, signal.SIG_DFL)
 
 
 def test_what_another_host_has_just_replaced_is_looked_up_again(
@@ -146,7 +134,7 @@ def test_what_is_gone_each_time_that_it_is_looked_up_is_not_there(
 def test_status_says_which_worker_or_step_cannot_count(hosts_of_run: Hosts) -> None:
     train = TrainDirectory(hosts_of_run.here)
     for name in ("a", "b"):
-        closed(train.push / f"{name}.safetensors", push_with(hosts_of_run))
+        (train.push / f"{name}.safetensors").write_bytes(push_with(hosts_of_run))
     (train.since / "1" / "model.safetensors").read_bytes()
     refusals: list[tuple[str, dict[str, str], str]] = [
         ("c", {}, "too many"),
@@ -155,12 +143,13 @@ def test_status_says_which_worker_or_step_cannot_count(hosts_of_run: Hosts) -> N
     ]
     status = hosts_of_run.here / ".train" / "status"
     for name, metadata, reason in refusals:
-        closed(train.push / f"{name}.safetensors", push_with(hosts_of_run, metadata=metadata))
+        push = push_with(hosts_of_run, metadata=metadata)
+        (train.push / f"{name}.safetensors").write_bytes(push)
         eventually(lambda reason=reason: reason in status.read_text(), reason, 30)  # type: ignore[misc]
     past = train.push / "a.safetensors"
-    closed(past, push_with(hosts_of_run, metadata={"step": "1"}))
+    past.write_bytes(push_with(hosts_of_run, metadata={"step": "1"}))
     eventually(lambda: not past.exists(), "one that has counted is removed", 30)
-    closed(train.push / "a@2.safetensors", push_with(hosts_of_run))
+    (train.push / "a@2.safetensors").write_bytes(push_with(hosts_of_run))
 
 
 def test_directory_is_one_run_on_both_hosts(hosts_of_run: Hosts) -> None:
