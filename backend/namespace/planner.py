@@ -147,7 +147,7 @@ class Planner:
         if taken is not None:
             if not self._tree.is_abandoned(taken):
                 raise fail(errno.EEXIST)
-            commit.gone = (taken,)
+            self._unname(commit, taken, now_ns())
         return commit
 
     def show(self, parent: int, name: bytes, *, left: bool = False) -> Commit | None:
