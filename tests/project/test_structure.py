@@ -14,10 +14,10 @@ ROOT = Path(__file__).parents[2]
 # Where a directory's modules are imported from.
 PLACES = {"irdmafs": "irdmafs", "backend": "irdmafs.backend", "scripts": "", "tests": ""}
 LINES_MAX = 500
-# Budgets: lines of Python and words of pages. They are lowered when something went. Only new capabilities,
-# after what could be made simpler for them, have raised them: clones, storing by threads, sending ahead.
-PRODUCT_LINES_MAX = 53_833
-TEST_LINES_MAX = 53_891
+# Budgets: lines of Python and words of pages. They are lowered when something went. What raised them, after
+# what could be made simpler: clones, storing by threads, sending ahead, and tests of what was found.
+PRODUCT_LINES_MAX = 53_780
+TEST_LINES_MAX = 53_932
 PAGE_WORDS_MAX = 24_000
 GENERATED = "_pb2.py"
 # From bottom to top: what each room may import is above it in this list.
