@@ -42,16 +42,14 @@ class Watches:
         self._parents_of = parents_of
         self._watched: dict[int, _Watch] = {}
         self.in_use = False
-        self._highest = 0
+        # The newest counter: each change has one, and each directory that begins to be watched.
+        self.newest = 0
         self._sweep_at = 0.0
 
     def count(self, directory: int) -> int:
         """Return the counter of a directory, which is watched from now on. Raises OSError EAGAIN if too
         many are waited for."""
         return self._watch(directory).count
-
-    def is_watched(self, directory: int) -> bool:
-        return directory in self._watched
 
     def covers(self, directory: int) -> bool:
         """Return whether a directory, or one above it, is watched."""
@@ -109,8 +107,8 @@ class Watches:
         return watch
 
     def _next_count(self, least: int = 0) -> int:
-        self._highest = max(self._highest, least) + 1
-        return self._highest
+        self.newest = max(self.newest, least) + 1
+        return self.newest
 
     def _forget_some(self) -> None:
         """Forget half of the directories that nobody waits for."""

@@ -29,8 +29,7 @@ class Filesystem:
         self.coherence = block.coherence
         self.atimes = block.atimes
         self.locking = locking
-        shared = cache.host.store.freshness is not None
-        self.waits = Waits(self._namespace, cache.processes, cache.kernel, shared=shared)
+        self.waits = Waits(self._namespace, cache.processes, cache.kernel)
         since = Since(block, self.waits)
         self.names = Names(block, since)
         self.metadata = block.metadata

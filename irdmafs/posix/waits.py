@@ -27,18 +27,17 @@ _LOOK_AT_DESCRIPTORS_S: Final = 60.0
 
 
 class Waits:
-    """The waits of a mount. `shared`: others change the namespace, too."""
+    """The waits of a mount."""
 
-    def __init__(
-        self, namespace: Namespace, processes: Processes, kernel: KernelCache, *, shared: bool
-    ) -> None:
+    def __init__(self, namespace: Namespace, processes: Processes, kernel: KernelCache) -> None:
         self._inodes = namespace.inodes
         self._watches = namespace.watches
         self._processes = processes
         self._kernel = kernel
         self._tells_of_signals = kernel.tells_of_signals
-        self._shared = shared
         self._waiting: Counter[int] = Counter()  # by user
+        # The newest counter when somebody was last told one.
+        self._told = 0
         # The kernel's numbers of polled descriptors, by inode.
         self._polled: dict[int, set[int]] = {}
         self._ended = False
@@ -48,11 +47,13 @@ class Waits:
         self._ended = True
 
     def count(self, directory: int) -> int:
-        """Return the counter of a directory (see Watches). Raises EAGAIN if too many are waited for."""
-        if not self._watches.is_watched(directory):
-            # From now on the kernel does not believe that a name does not exist (Coherence.missing_s).
+        """Return the counter of a directory (see Watches), when the kernel looks names up for who is told
+        it. Raises EAGAIN if too many are waited for."""
+        count = self._watches.count(directory)
+        if self._told != self._watches.newest:
+            self._told = self._watches.newest
             self.forget_names()
-        return self._watches.count(directory)
+        return count
 
     async def changed(self, directory: int, count: int, seconds: float, ctx: Caller) -> None:
         """Return when the counter of a directory (see Watches) is not `count`, or the time is over. Raises
@@ -104,7 +105,7 @@ class Waits:
     def forget_names(self) -> None:
         """Have the kernel look names up before somebody is told that one leads elsewhere. It finishes a
         change of names after that was answered, and until then would open the file that had the name."""
-        if not self._shared and self._kernel.can_forget:
+        if self._kernel.can_forget:
             self._kernel.forget((), names=True)
 
     @contextmanager

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 from harness.beside import beside, repeating
 from harness.mountpoint import irdmafs
+from harness.processes import TakeProcess
 
 from irdmafs import client
 
@@ -57,6 +58,25 @@ def test_links_and_directories_on_the_way_are_waited_for(folder: Path) -> None:
     assert path.read_text() == "2"
     told(path, newer, lambda: (folder / "versions" / "2" / "model").write_text("3"))
     assert path.read_text() == "3"
+
+
+@pytest.mark.kernel_session("names that the kernel believes cannot be forgotten with pyfuse3")
+def test_who_is_told_of_a_change_sees_it(folder: Path, process: TakeProcess) -> None:
+    """The kernel notes an answered change of a name only when the process that made it runs again."""
+    busy, slow = process(), process()
+    slow.do("os.sched_setscheduler(0, os.SCHED_IDLE, os.sched_param(0))")
+    for one in (busy, slow):
+        one.do("os.sched_setaffinity(0, {0})")
+    busy.start("while True: pass")
+    (folder / "link").symlink_to("0")
+    for number in range(1, 11):
+        (folder / "new").symlink_to(str(number))
+        before = client.wait(folder)
+        assert os.readlink(folder / "link") == str(number - 1)
+        slow.start("os.replace(new, link)", new=str(folder / "new"), link=str(folder / "link"))
+        client.wait(folder, before)
+        assert os.readlink(folder / "link") == str(number)
+        slow.result()
 
 
 def test_a_directory_is_something_new_when_anything_below_it_changes(folder: Path) -> None:

@@ -294,7 +294,7 @@ async def test_one_user_cannot_have_too_many_waits() -> None:
         pid = gid = umask = 0
 
     namespace = SimpleNamespace(watches=table_of(lambda ino: ()), inodes={})
-    waiting = waits.Waits(namespace, None, Told(), shared=False)  # type: ignore[arg-type]
+    waiting = waits.Waits(namespace, None, Told())  # type: ignore[arg-type]
     count = waiting.count(1)
     async with trio.open_nursery() as nursery:
         for _ in range(4096):
