@@ -212,6 +212,16 @@ class Names:
         """Return whether an inode that is not seen here has lost its writers, or is abandoned."""
         return (inode.maker < 0 and inode.ino in self.unseen) or self.is_abandoned(inode)
 
+    def left_in(self, directory: int) -> list[bytes] | None:
+        """Return all names in a directory if they are of files that were left; None if others are there."""
+        names = list[bytes]()
+        for key, value in self.records.range(*_in(directory)):
+            ino = int.from_bytes(value[:8], "big")
+            if ino not in self.unseen or not self.is_left(self.inodes[ino]):
+                return None
+            names.append(key[9:])
+        return names
+
 
 def _in(directory: int) -> tuple[bytes, bytes]:
     return name_key(directory, b""), name_key(directory + 1, b"")

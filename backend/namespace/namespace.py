@@ -94,17 +94,19 @@ class Namespace:
         remove it with its directory."""
         await self._carry_out(partial(self._planner.show, parent, name, left=left))
 
-    async def remove_abandoned(self, directory: int = 0) -> bool:
-        """Remove the names, of files without a version, that nobody sees; those in a directory also if the
-        host sees them on which the writers were. Return whether there were any."""
+    async def remove_abandoned(self) -> None:
+        """Remove the names that nobody sees, of files that ended mounts made and never published."""
         tree = self.tree
-        wanted = tree.is_left if directory else tree.is_abandoned
-        gone = (ino for ino in tree.unseen if ino in self.writable and wanted(tree.inodes[ino]))
-        names = chain.from_iterable(map(tree.names_of, gone))
-        found = [name for name in names if directory in (0, name[0])]
-        for parent, name in found:
-            await self.unlink_if(parent, name, wanted)
-        return bool(found)
+        gone = [ino for ino in tree.unseen if ino in self.writable]
+        for parent, name in chain.from_iterable(map(tree.names_of, gone)):
+            await self.unlink_if(parent, name, tree.is_abandoned)
+
+    async def _empty(self, directory: int) -> bool:
+        """Empty a directory in which there is nothing that anybody needs. Return whether it is one."""
+        left = self.tree.left_in(directory) if directory in self.writable else None
+        for name in left or ():
+            await self.unlink_if(directory, name, self.tree.is_left)
+        return left is not None
 
     def orphan(
         self, mode: int, uid: int, gid: int, *, directory: int = ROOT_INO, umask: int = 0
@@ -160,7 +162,7 @@ class Namespace:
         except OSError as error:
             if error.errno != errno.ENOTEMPTY:
                 raise
-            if not await self.remove_abandoned(self.tree.ino_behind(parent, name)):
+            if not await self._empty(self.tree.ino_behind(parent, name)):
                 raise
             removed = await self._carry_out(plan)
         return removed

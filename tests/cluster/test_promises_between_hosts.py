@@ -137,6 +137,7 @@ def test_a_directory_goes_with_a_new_file_that_is_not_published(
         other.rmdir()
     if end == "given up":
         writer.do("os.setxattr(file.fileno(), 'user.irdmafs.discard', b'')")
+    (one / "another").touch()
     writer.kill()
 
     def is_removed() -> bool:
@@ -144,6 +145,9 @@ def test_a_directory_goes_with_a_new_file_that_is_not_published(
             other.rmdir()
         return not other.exists()
 
+    assert not is_removed()
+    assert (one / "file").exists()
+    (other / "another").unlink()
     eventually(is_removed, "nobody writes in it")
     assert not one.exists()
 
