@@ -45,7 +45,7 @@ def tmpfs_on(path: str | Path, options: str = "rw") -> Iterator[Path]:
     try:
         yield Path(path)
     finally:
-        run("umount", path)
+        run("umount", "--lazy", path)
 
 
 def mount_points() -> list[str]:
