@@ -90,16 +90,16 @@ class Namespace:
         return self._carry_out(partial(self._planner.create, parent, name, mode, uid, gid, **what))
 
     async def show(self, parent: int, name: bytes, *, left: bool = False) -> None:
-        """Let every mount see a name, also if its file has no version yet; or, if its writers have `left`,
-        remove it with its directory."""
+        """Let every mount see a name, also if its file has no version yet. `left`: nobody writes the file
+        any more; who removes the directory may remove the name, but does not see it."""
         await self._carry_out(partial(self._planner.show, parent, name, left=left))
 
     async def remove_abandoned(self) -> None:
         """Remove the names that nobody sees, of files that ended mounts made and never published."""
-        tree = self.tree
-        gone = [ino for ino in tree.unseen if ino in self.writable]
+        tree, is_gone = self.tree, self.tree.is_abandoned
+        gone = [ino for ino in tree.unseen if ino in self.writable and is_gone(tree.inodes[ino])]
         for parent, name in chain.from_iterable(map(tree.names_of, gone)):
-            await self.unlink_if(parent, name, tree.is_abandoned)
+            await self.unlink_if(parent, name, is_gone)
 
     async def _empty(self, directory: int) -> bool:
         """Empty a directory in which there is nothing that anybody needs. Return whether it is one."""

@@ -151,8 +151,8 @@ class Planner:
         return commit
 
     def show(self, parent: int, name: bytes, *, left: bool = False) -> Commit | None:
-        """Let every mount see the name of a file that has no version yet; or, if its writers have `left`,
-        remove it with its directory."""
+        """Let every mount see the name of a file that has no version yet. `left`: nobody writes the file
+        any more; who removes the directory may remove the name, but does not see it."""
         taken = self._tree.taken(parent, name)
         if taken is None or not taken.maker:
             return None

@@ -172,8 +172,8 @@ class Publisher(OnHost):
             await self.show_name(content.ino)
 
     async def show_name(self, ino: int, *, left: bool = False) -> None:
-        """Let other hosts see the name of a new file that is empty, or is about to be locked; or, as its
-        writers have `left` without publishing it, remove it with its directory."""
+        """Let other hosts see the name of a new file that is empty, or is about to be locked. `left`: as
+        its writers have gone without publishing it, let them only remove it, with its directory."""
         if ino in self._put_off.handles:
             await self.publish_now(ino)
         if self._inodes[ino].maker:

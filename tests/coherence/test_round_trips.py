@@ -112,7 +112,7 @@ def test_a_new_file_that_stays_empty_costs_one_transaction(mount: Mount) -> None
 
 
 def test_the_attributes_of_a_new_file_are_not_asked_for(mount: Mount) -> None:
-    """Those of the directory are: its time has changed."""
+    """The kernel asks for those of the directory only, as its time has changed."""
     folder = mount.path / "attributes"
     folder.mkdir()
     with mount.requests() as asked:
