@@ -31,6 +31,8 @@ _COPY_CHUNK_BYTES = 256 * 1024 * 1024
 
 # A store with less room than this is full: a write may just have been refused.
 _FULL_BYTES = 64 * 1024
+# A file in a store node's directory: its time is when that was last found full.
+FULL = "full"
 # A command takes the lock of a store for a moment to see whether it is free.
 _LOOKED_AT_S = 0.3
 _LOOK_AGAIN_S = 0.01
@@ -77,6 +79,24 @@ def lock_directory(directory: str, busy: str) -> int:
     return fd
 
 
+def look_for_room(store: str) -> int:
+    """Do as `ExtentStore.look_for_room` does in the directory of a store node, for all processes that have
+    extents there: the node, and mounts on its host."""
+    noted = f"{store}/{FULL}"
+    try:
+        if _is_full(store):
+            os.utime(noted)
+        return os.stat(noted).st_mtime_ns
+    except FileNotFoundError:
+        return 0
+
+
+def _is_full(directory: int | str) -> bool:
+    room = os.statvfs(directory)
+    # f_blocks is 0 on a tmpfs without a limit.
+    return 0 < room.f_blocks and room.f_bavail * room.f_frsize < _FULL_BYTES
+
+
 def in_memory(path: str) -> bool:
     """Return whether a directory lies on a filesystem that a power loss empties anyway."""
     return filesystem_of(os.stat(path).st_dev) in (b"tmpfs", b"ramfs")
@@ -92,8 +112,8 @@ class ExtentStore:
         # Extents below the first were there before.
         self.first = self._next = ContentId(max(self, default=0) + 1)
         # `filled` counts the extents that programs fill, which are no versions if a write to them was
-        # refused, and only programs see that. The store was last found full at `full_ns`.
-        self.filled = self.full_ns = 0
+        # refused, and only programs see that. The store was last found full at `_full_ns`.
+        self.filled = self._full_ns = 0
 
     def close(self) -> None:
         os.close(self._dir_fd)
@@ -170,7 +190,7 @@ class ExtentStore:
     def free(self, extent: ContentId) -> None:
         """Remove an extent; its memory goes when the last open file of it is closed."""
         if self.filled:
-            self.look_for_room()
+            self.look_for_room(extent)
         try:
             os.unlink(f"{extent:x}", dir_fd=self._dir_fd)
         except FileNotFoundError:
@@ -182,12 +202,12 @@ class ExtentStore:
             os.fsync(fd)
         os.fsync(self._dir_fd)
 
-    def look_for_room(self) -> None:
-        """Note whether the store is full, before somebody makes room."""
-        room = os.fstatvfs(self._dir_fd)
-        # f_blocks is 0 on a tmpfs without a limit.
-        if room.f_blocks and room.f_bavail * room.f_frsize < _FULL_BYTES:
-            self.full_ns = time.time_ns()
+    def look_for_room(self, extent: ContentId) -> int:
+        """Note whether it is full where an extent lies, before somebody makes room. Return when it last
+        was."""
+        if _is_full(self._dir_fd):
+            self._full_ns = time.time_ns()
+        return self._full_ns
 
     def statvfs(self) -> os.statvfs_result:
         return os.fstatvfs(self._dir_fd)

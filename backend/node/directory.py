@@ -3,6 +3,7 @@
 STORE/node.json             the node's identity, for ever (identity.py)
 STORE/scrub.json            the progress of the scrub (scrub.py)
 STORE/lock                  one process at a time
+STORE/full                  its time is when the store was last found full (files/extents.py)
 STORE/extents/CONTENT.STRIPE    sealed extents, numbers in hexadecimal; mode 0400 once an inode named it,
                             with the sticky bit if the node made the file itself (files.py)
 STORE/incoming/_N           being received, on its way out, or spare (incoming.py)
@@ -19,7 +20,7 @@ import time
 from collections.abc import Iterator
 from contextlib import ExitStack
 
-from ..files.extents import in_memory, lock_directory
+from ..files.extents import FULL, in_memory, lock_directory
 from ..transport import Extent
 
 log = logging.getLogger(__name__)
@@ -46,6 +47,7 @@ class StoreDirectory:
             self.incoming = _opened(opened, f"{path}/incoming")
             self.held = _opened(opened, f"{path}/held")
             self.quarantine = _opened(opened, f"{path}/quarantine")
+            os.close(os.open(f"{path}/{FULL}", os.O_CREAT | os.O_CLOEXEC, 0o600))
             self.power_safe = not in_memory(path)
             self._opened = opened.pop_all()
 

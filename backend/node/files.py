@@ -16,7 +16,7 @@ from typing import NamedTuple, Self
 
 import trio
 
-from ..files.extents import OWN_FILE, StoreInUse, copy_all
+from ..files.extents import OWN_FILE, StoreInUse, copy_all, look_for_room
 from ..files.sparse import allocated_bytes
 from ..model.records import session_of
 from ..observe.figures import count, gauge
@@ -329,6 +329,7 @@ class Files:
         old = extent_name(extent)
         try:
             if file.length <= _AT_ONCE_BYTES and not file.is_reusable:
+                look_for_room(self.directory)
                 os.unlink(old, dir_fd=place.extents)
                 return
             name = self.incoming.new_name()

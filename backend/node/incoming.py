@@ -33,7 +33,7 @@ from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import KW_ONLY, dataclass, field
 
-from ..files.extents import LENT_NS, OWN_FILE
+from ..files.extents import LENT_NS, OWN_FILE, look_for_room
 from ..transport.verbs.rdma import Rdma
 from .directory import StoreDirectory
 
@@ -206,6 +206,7 @@ class IncomingFiles:
     def remove(self, name: str) -> None:
         """Remove a file. A missing one is no error."""
         self._reserved.pop(name, None)
+        look_for_room(self._path)
         try:
             os.unlink(name, dir_fd=self._fd)
         except FileNotFoundError:

@@ -90,7 +90,7 @@ class InPlace(OnHost):
         if not content.state.writable or content.is_busy:
             await self.make_writable(content)
         if self._store.extents.filled:
-            self._store.extents.look_for_room()
+            self._store.extents.look_for_room(content.extent)
         if self.is_alone(content, node):
             with self._store.extents.opened(content.extent, os.O_RDWR) as fd:
                 change(fd)

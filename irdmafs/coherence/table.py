@@ -115,8 +115,8 @@ class ContentTable:
     def refuse_gaps(self, handle: Handle, content: Content) -> None:
         """Raise OSError ENOSPC, and have nothing of a private content published, if the kernel may have
         refused a write to it: the store is full, or was found so since. Also such a write moves a time."""
-        self.store.extents.look_for_room()
-        was_full = content.begun is not None and content.begun[1] < self.store.extents.full_ns
+        full_ns = self.store.extents.look_for_room(content.extent)
+        was_full = content.begun is not None and content.begun[1] <= full_ns
         if was_full and (self._grain_ns > 0 or self.is_written(content)):
             handle.aborted = True
             raise fail(errno.ENOSPC, "the store is full; the version before stays")

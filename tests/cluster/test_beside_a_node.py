@@ -4,6 +4,7 @@ import contextlib
 import errno
 import os
 import re
+import shutil
 from pathlib import Path
 
 import pytest
@@ -162,6 +163,33 @@ def striped(folder: Path) -> Path:
     (folder / "before").write_bytes(b"before")  # by now it is known who is to keep the next
     (folder / "file").write_bytes(pattern(1, 3 * MIB))
     return folder / "file"
+
+
+def test_a_version_stays_whoever_makes_room_in_the_node_after_a_refused_write(
+    beside: Cluster, folder: Path
+) -> None:
+    (node,), elsewhere = beside.nodes, beside.add_mount().path / folder.name
+    file, other = folder / "file", folder / "other"
+    by_writer = ("os.ftruncate(writer, 0)", "os.setxattr(writer, 'user.irdmafs.discard', b'')")
+    for make_room in (*by_writer, "os.unlink(path)"):
+        file.write_bytes(b"before")
+        other.write_bytes(bytes(MIB))
+        node.fill(8 * MIB)
+        try:
+            writer, refused = (os.open(path, os.O_WRONLY | os.O_TRUNC) for path in (other, file))
+            os.write(writer, bytes(MIB))
+            with fails_with(errno.ENOSPC):
+                while True:
+                    os.write(refused, bytes(MIB))
+            eval(make_room, {"os": os}, {"writer": writer, "path": elsewhere / "other"})
+            with contextlib.suppress(OSError):
+                os.close(writer)
+            eventually(lambda: shutil.disk_usage(node.store).free > 512 << 10, "there is room")
+            with fails_with(errno.ENOSPC):
+                os.close(refused)
+        finally:
+            node.unfill()
+        assert file.read_bytes() == (elsewhere / "file").read_bytes() == b"before"
 
 
 def test_a_file_of_several_stripes_stays_whole_when_it_is_written_in_place(striped: Path) -> None:

@@ -12,7 +12,7 @@ from collections import OrderedDict
 from contextlib import suppress
 
 from ...etcd.leases import LeaseEnded
-from ...files.extents import OPEN_FLAGS, ExtentStore, Pinned
+from ...files.extents import OPEN_FLAGS, ExtentStore, Pinned, look_for_room
 from ...kv import Delete, Put
 from ...model.records import CONTENT_NUMBER_BITS, ContentId, pin_key
 from ...namespace import Inode, fail
@@ -183,6 +183,10 @@ class Contents(ExtentStore, Pinned):
         place = self._places.get(extent)
         return super().stat(extent) if place is None else os.stat(place.held or place.path)
 
+    def look_for_room(self, extent: ContentId) -> int:
+        place = self._places.get(extent)
+        return super().look_for_room(extent) if place is None else look_for_room(place.store)
+
     def free(self, extent: ContentId) -> None:
         self.kept_bytes -= self._kept.pop(extent, 0)
         for notes in (self.sent, self.uncounted, self.written_here):
@@ -229,6 +233,7 @@ class Contents(ExtentStore, Pinned):
         self.kept_bytes += size
 
     def give_up(self, extent: ContentId) -> None:
+        super().look_for_room(extent)
         os.unlink(f"fetch-{extent:x}", dir_fd=self._dir_fd)
 
     # -- what is kept ----------------------------------------------------------------------------

@@ -13,7 +13,7 @@ and sockets. So before such a program opens a content, its file is marked (node/
 import fcntl
 import os
 
-from ...files.extents import LENT_NS, OWN_FILE
+from ...files.extents import LENT_NS, OWN_FILE, look_for_room
 from ...model.records import ContentId
 
 HELD = "held"
@@ -125,6 +125,7 @@ class Place:
         """Remove a working copy; leave an extent to its node."""
         self.let_go()
         if self.is_incoming:
+            look_for_room(self.store)
             _unlink(self.path)  # the node may have adopted it
 
 
