@@ -79,12 +79,12 @@ def lock_directory(directory: str, busy: str) -> int:
     return fd
 
 
-def look_for_room(store: str) -> int:
+def look_for_room(store: str, *, refused: bool = False) -> int:
     """Do as `ExtentStore.look_for_room` does in the directory of a store node, for all processes that have
     extents there: the node, and mounts on its host."""
     noted = f"{store}/{FULL}"
     try:
-        if _is_full(store):
+        if refused or _is_full(store):
             os.utime(noted)
         return os.stat(noted).st_mtime_ns
     except FileNotFoundError:
@@ -94,7 +94,7 @@ def look_for_room(store: str) -> int:
 def _is_full(directory: int | str) -> bool:
     room = os.statvfs(directory)
     # f_blocks is 0 on a tmpfs without a limit.
-    return 0 < room.f_blocks and room.f_bavail * room.f_frsize < _FULL_BYTES
+    return room.f_blocks > 0 and room.f_bavail * room.f_frsize < _FULL_BYTES
 
 
 def in_memory(path: str) -> bool:
@@ -202,10 +202,10 @@ class ExtentStore:
             os.fsync(fd)
         os.fsync(self._dir_fd)
 
-    def look_for_room(self, extent: ContentId) -> int:
-        """Note whether it is full where an extent lies, before somebody makes room. Return when it last
-        was."""
-        if _is_full(self._dir_fd):
+    def look_for_room(self, extent: ContentId, *, refused: bool = False) -> int:
+        """Note whether it is full where an extent lies, before somebody makes room, or was full for a
+        moment, as an allocation was `refused`. Return when it last was."""
+        if refused or _is_full(self._dir_fd):
             self._full_ns = time.time_ns()
         return self._full_ns
 

@@ -164,6 +164,7 @@ class IncomingFiles:
             elif length:
                 os.posix_fallocate(fd, 0, length)
         except BaseException:
+            look_for_room(self._path, refused=allocated == length)
             os.close(fd)
             self.remove(name)
             raise

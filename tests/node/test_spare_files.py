@@ -13,8 +13,10 @@ from typing import Any
 
 import pytest
 import trio
+from harness.errors import fails_with
 from test_store_node import files
 
+from irdmafs.backend.files.extents import FULL, look_for_room
 from irdmafs.backend.model.records import ContentId
 from irdmafs.backend.node import directory as directory_module
 from irdmafs.backend.node import incoming as incoming_module
@@ -377,3 +379,16 @@ def test_what_is_not_used_goes(files: Files, memory: Path, monkeypatch: pytest.M
     files.incoming.give_up_spares(SPARE_S)
     files.reap()
     assert not list((memory / "store/incoming").iterdir())
+
+
+def test_an_allocation_that_fails_takes_all_room_for_a_moment(
+    files: Files, contents: Contents
+) -> None:
+    """Whoever wrote then may have been refused."""
+    os.utime(f"{files.directory}/{FULL}", (0, 0))
+    assert contents.look_for_room(ONE) == look_for_room(files.directory) == 0
+    with fails_with(errno.ENOSPC):
+        contents.make(ONE, 1 << 40)
+    with fails_with(errno.ENOSPC):
+        files.create(1 << 40)
+    assert contents.look_for_room(ONE) > 0 < look_for_room(files.directory)

@@ -183,9 +183,11 @@ class Contents(ExtentStore, Pinned):
         place = self._places.get(extent)
         return super().stat(extent) if place is None else os.stat(place.held or place.path)
 
-    def look_for_room(self, extent: ContentId) -> int:
+    def look_for_room(self, extent: ContentId, *, refused: bool = False) -> int:
         place = self._places.get(extent)
-        return super().look_for_room(extent) if place is None else look_for_room(place.store)
+        if place is None:
+            return super().look_for_room(extent, refused=refused)
+        return look_for_room(place.store, refused=refused)
 
     def free(self, extent: ContentId) -> None:
         self.kept_bytes -= self._kept.pop(extent, 0)
@@ -215,6 +217,7 @@ class Contents(ExtentStore, Pinned):
             else:
                 os.posix_fallocate(fd, 0, size)
         except BaseException:
+            super().look_for_room(extent, refused=True)
             os.close(fd)
             self.give_up(extent)
             raise
