@@ -8,11 +8,14 @@ import os
 import stat
 import time
 from collections.abc import Iterator
+from pathlib import Path
 from typing import NamedTuple
 
 from ._files import NO_XATTR, StrPath, look_up, naming, read_version
 
 _CHANGES_XATTR = "user.irdmafs.changes"
+# The kernel follows so many in a path.
+_LINKS_MAX = 40
 
 
 class Seen(NamedTuple):
@@ -53,8 +56,8 @@ def wait(path: StrPath, newer_than: Seen | None = None, *, timeout: float | None
     """
     until_s = None if timeout is None else time.monotonic() + timeout
     while True:
-        top = _top_of(path)
         try:
+            top = _top_of(path)
             before = _changes(top)
         except OSError as error:
             if error.errno in (errno.ENOENT, errno.ESTALE):
@@ -99,4 +102,19 @@ def _top_of(path: StrPath) -> str:
     top = os.path.commonpath([os.path.dirname(named), os.path.dirname(real)])
     while not os.path.isdir(top):
         top = os.path.dirname(top)
+    for link in _followed(Path(named)):
+        wider = os.path.commonpath([top, link.parent])
+        # Links outside of the filesystem are not waited for.
+        if os.stat(wider).st_dev == os.stat(top).st_dev:
+            top = wider
     return top
+
+
+def _followed(path: Path) -> Iterator[Path]:
+    """Yield each link that is followed on the way to what a path leads to. Raises OSError."""
+    for _ in range(_LINKS_MAX):
+        link = next(filter(Path.is_symlink, (*reversed(path.parents), path)), None)
+        if link is None:
+            return
+        yield link
+        path = Path(os.path.normpath(link.parent / link.readlink() / path.relative_to(link)))

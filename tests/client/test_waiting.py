@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 from harness.beside import beside, repeating
-from harness.mountpoint import irdmafs
-from harness.processes import TakeProcess
+from harness.mountpoint import eventually, irdmafs
+from harness.processes import Process, TakeProcess, is_waiting
 
 from irdmafs import client
 
@@ -58,6 +58,23 @@ def test_links_and_directories_on_the_way_are_waited_for(folder: Path) -> None:
     assert path.read_text() == "2"
     told(path, newer, lambda: (folder / "versions" / "2" / "model").write_text("3"))
     assert path.read_text() == "3"
+
+
+def test_every_link_that_leads_to_a_file_is_waited_for(folder: Path, reader: Process) -> None:
+    for name in ("run", "elsewhere"):
+        (folder / name).mkdir()
+    for version in ("1", "2"):
+        (folder / "run" / version).write_text(version)
+        (folder / "elsewhere" / version).symlink_to(f"../run/{version}")
+    newest = folder / "elsewhere" / "newest"
+    newest.symlink_to("1")
+    (folder / "run" / "latest").symlink_to("../elsewhere/newest")
+    wait = "from irdmafs import client; client.wait(path, seen)"
+    seen = reader.do(wait, path=folder / "run" / "latest", seen=None)
+    reader.start(wait, seen=seen)
+    eventually(lambda: is_waiting(reader.pid), "it waits")
+    newest.with_name("2").rename(newest)
+    assert reader.result() == (os.stat(folder / "run" / "2").st_ino, 1)
 
 
 @pytest.mark.kernel_session("names that the kernel believes cannot be forgotten with pyfuse3")
