@@ -205,12 +205,8 @@ class Contents(ExtentStore, Pinned):
         The content is here after `admit`.
 
         Raises OSError ENOSPC."""
-        fd = os.open(
-            f"fetch-{extent:x}",
-            os.O_RDWR | os.O_CREAT | os.O_TRUNC | OPEN_FLAGS,
-            0o600,
-            dir_fd=self._dir_fd,
-        )
+        flags = os.O_RDWR | os.O_CREAT | os.O_TRUNC | OPEN_FLAGS
+        fd = os.open(self._path_of_fetched(extent), flags, 0o600)
         try:
             if has_holes:
                 os.ftruncate(fd, size)
@@ -229,15 +225,16 @@ class Contents(ExtentStore, Pinned):
         if extent in self._kept or extent in self._places or extent in self.publishing:
             self.give_up(extent)
             return
-        os.rename(
-            f"fetch-{extent:x}", f"{extent:x}", src_dir_fd=self._dir_fd, dst_dir_fd=self._dir_fd
-        )
+        os.rename(self._path_of_fetched(extent), super().path(extent))
         self._kept[extent] = size
         self.kept_bytes += size
 
     def give_up(self, extent: ContentId) -> None:
         super().look_for_room(extent)
-        os.unlink(f"fetch-{extent:x}", dir_fd=self._dir_fd)
+        os.unlink(self._path_of_fetched(extent))
+
+    def _path_of_fetched(self, extent: ContentId) -> str:
+        return f"{self.directory}/fetch-{extent:x}"
 
     # -- what is kept ----------------------------------------------------------------------------
 
