@@ -228,10 +228,11 @@ class Cache:
                 log.error("%s: its last changes could not be published: %s", where, error)
             finally:
                 content.leaving -= 1
-            if handle.aborted and content.writers == 1:
-                with suppress(OSError):  # the extent itself may be missing
-                    self._cut_unpublished(content)
-                with suppress(OSError):
+            if content.writers == 1:
+                if handle.aborted:
+                    with suppress(OSError):  # the extent itself may be missing
+                        self._cut_unpublished(content)
+                with suppress(OSError):  # a close may have been killed before it showed the name
                     await self.publisher.show_name(content.ino, left=True)
         self.nodes.close(fh)
         if content.fd >= 0 and not content.writers:

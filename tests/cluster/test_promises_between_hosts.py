@@ -18,6 +18,7 @@ from harness.claims import claim, often
 from harness.clusters import (
     LONG_LEASE_S,
     MIB,
+    Apart,
     Cluster,
     ClusterMount,
     CommandFailed,
@@ -30,7 +31,7 @@ from harness.errors import fails_with
 from harness.mount_namespaces import in_new_mount_namespace
 from harness.mountpoint import eventually
 from harness.patterns import pattern, version_of
-from harness.processes import TakeProcess
+from harness.processes import Process, TakeProcess, is_waiting
 from harness.programs import hasty_node
 from harness.seeds import seeded
 
@@ -139,17 +140,33 @@ def test_a_directory_goes_with_a_new_file_that_is_not_published(
         writer.do("os.setxattr(file.fileno(), 'user.irdmafs.discard', b'')")
     (one / "another").touch()
     writer.kill()
-
-    def is_removed() -> bool:
-        with contextlib.suppress(OSError):
-            other.rmdir()
-        return not other.exists()
-
-    assert not is_removed()
+    assert not is_removed(other)
     assert (one / "file").exists()
     (other / "another").unlink()
-    eventually(is_removed, "nobody writes in it")
+    eventually(lambda: is_removed(other), "nobody writes in it")
     assert not one.exists()
+
+
+def is_removed(directory: Path) -> bool:
+    """Remove a directory if it is empty; return whether it is gone."""
+    with contextlib.suppress(OSError):
+        directory.rmdir()
+    return not directory.exists()
+
+
+def test_a_directory_goes_with_a_new_file_whose_close_was_killed(
+    failing: Cluster, apart: Apart, writer: Process
+) -> None:
+    _, here, there = apart
+    (here / "made").mkdir()
+    made = str(here / "made" / "file")
+    writer.do("fd = os.open(made, os.O_CREAT | os.O_WRONLY)", made=made)
+    failing.etcd.kill9()
+    writer.start("os.close(fd)")
+    eventually(lambda: is_waiting(writer.pid), "etcd is to store its name")
+    writer.kill()
+    failing.etcd.start()
+    eventually(lambda: is_removed(there / "made"), "nobody writes in it")
 
 
 def test_a_name_that_is_not_seen_is_taken(makers: list[Path]) -> None:
