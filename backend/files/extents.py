@@ -87,7 +87,7 @@ def look_for_room(store: str, *, refused: bool = False) -> int:
         if refused or _is_full(store):
             os.utime(noted)
         return os.stat(noted).st_mtime_ns
-    except FileNotFoundError:
+    except OSError:  # its node is of a version before, or another user's
         return 0
 
 
