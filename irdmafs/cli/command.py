@@ -313,7 +313,7 @@ def _describe_users(mountpoint: str) -> str:
         return "; a program waits in it for an answer, or holds it elsewhere; detach it with --lazy"
     if not users:
         return "; see who uses it as root, or detach it with --lazy"
-    return f", used by {', '.join(users)}; end them or detach it with --lazy"
+    return f", used by {status.one_line(', '.join(users))}; end them or detach it with --lazy"
 
 
 @main.command("status")

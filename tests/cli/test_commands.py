@@ -241,10 +241,11 @@ def test_umount_of_what_is_not_ours_is_one_clear_line(own: Mount) -> None:
 
 
 def test_busy_mount_names_its_users_and_stays(mounted: Mount) -> None:
-    with subprocess.Popen(["sleep", "60"], cwd=mounted.path) as user:
+    (place := mounted.path / "a\nirdmafs: b").mkdir()
+    with subprocess.Popen(["sleep", "60"], cwd=place) as user:
         try:
             line = one_line(irdmafs("umount", mounted.path))
-            assert "busy" in line and f"{user.pid} (sleep: cwd" in line
+            assert rf"busy, used by {user.pid} (sleep: cwd {mounted.path}/a\nirdmafs: b)" in line
             assert mounted.is_mounted()
             assert irdmafs("umount", "--lazy", mounted.path).returncode == 0
             assert not mounted.is_mounted()
