@@ -89,9 +89,9 @@ class Namespace:
         host has removed it when this returns, it is a local orphan."""
         return self._carry_out(partial(self._planner.create, parent, name, mode, uid, gid, **what))
 
-    async def show(self, parent: int, name: bytes, *, left: bool = False) -> None:
-        """Let every mount see a name, also if its file has no version yet. `left`: nobody writes the file
-        any more; who removes the directory may remove the name, but does not see it."""
+    async def show(self, parent: int, name: bytes, *, left: bool | None = None) -> None:
+        """Let every mount see a name, also if its file has no version yet. `left`, if it is given: they do
+        not see it, and who removes the directory may remove it if nobody writes the file any more."""
         await self._carry_out(partial(self._planner.show, parent, name, left=left))
 
     async def remove_abandoned(self) -> None:

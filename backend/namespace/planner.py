@@ -150,14 +150,13 @@ class Planner:
             self._unname(commit, taken, now_ns())
         return commit
 
-    def show(self, parent: int, name: bytes, *, left: bool = False) -> Commit | None:
-        """Let every mount see the name of a file that has no version yet. `left`: nobody writes the file
-        any more; who removes the directory may remove the name, but does not see it."""
+    def show(self, parent: int, name: bytes, *, left: bool | None) -> Commit | None:
+        """Return the commit of Namespace.show; None if every mount sees the name."""
         taken = self._tree.taken(parent, name)
         if taken is None or not taken.maker:
             return None
         commit, shown = Commit(), taken.copy()
-        shown.maker = -abs(taken.maker) if left else 0
+        shown.maker = 0 if left is None else -abs(taken.maker) if left else abs(taken.maker)
         commit.inode, commit.inodes = shown, (shown,)
         commit.may_wait = True
         return commit

@@ -190,6 +190,8 @@ class Cache:
             elif content.preparing or (content.awaited and self._table.is_borrowed(content)):
                 # The file that is about to be written is the one that must be read.
                 await self.in_place.make_writable(content)
+            if handle.writing and self._inodes[content.ino].maker < 0:
+                await self._tell_writers(content.ino)
         except BaseException:
             handle.aborted = True
             await self.release(handle.fh)
@@ -228,12 +230,9 @@ class Cache:
                 log.error("%s: its last changes could not be published: %s", where, error)
             finally:
                 content.leaving -= 1
-            if content.writers == 1:
-                if handle.aborted:
-                    with suppress(OSError):  # the extent itself may be missing
-                        self._cut_unpublished(content)
-                with suppress(OSError):  # a close may have been killed before it showed the name
-                    await self.publisher.show_name(content.ino, left=True)
+            if handle.aborted and content.writers == 1:
+                with suppress(OSError):  # the extent itself may be missing
+                    self._cut_unpublished(content)
         self.nodes.close(fh)
         if content.fd >= 0 and not content.writers:
             self._table.close(content)
@@ -241,8 +240,19 @@ class Cache:
         node = handle.node
         if not (node.opens or node.promised):
             self.host.idle(node)
+        if handle.writing:
+            with suppress(OSError):  # a close may have been killed before it showed the name
+                await self._tell_writers(content.ino)
         if self.host.nameless:
             await self.host.forget_nameless()
+
+    async def _tell_writers(self, ino: int) -> None:
+        """Let other hosts remove a new file, with its directory, unless somebody writes it here."""
+        while (inode := self._inodes.get(ino)) is not None and inode.maker and inode.name:
+            left = not self.looks.is_written(ino)
+            if left == (inode.maker < 0) or ino in self._store.namespace.tree.unseen:
+                break
+            await self._store.namespace.show(inode.parent, inode.name, left=left)
 
     async def _last_writer_leaves(self, handle: Handle, content: Content) -> None:
         """Make the content a version again, or drop it: it has no writer any more."""

@@ -36,11 +36,8 @@ class Looks(OnHost):
 
     def look_of(self, content: Content, inode: Inode) -> Shown:
         """Return how one of the file's contents looks."""
-        if (
-            content.state is State.REPLACING
-            and content.begun
-            and not (content.opens or content.dirty)
-        ):
+        is_untouched = content.state is State.REPLACING and not content.dirty
+        if is_untouched and content.begun and not content.opens:
             return Shown(0, 0, content.begun[1], inode.ctime_ns)  # nobody has had it open
         base = content.base
         if not (content.extent and (content.writers or content.state.writable)):

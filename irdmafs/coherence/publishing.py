@@ -70,11 +70,8 @@ class Publisher(OnHost):
                     )
                     log.info(text, where, pid)
                 return
-            if (
-                content.seen is None
-                and not self._table.is_written(content)
-                and await self._has_duplicate(pid, content.ino)
-            ):
+            is_empty = content.seen is None and not self._table.is_written(content)
+            if is_empty and await self._has_duplicate(pid, content.ino):
                 return
             if content.state is State.REPLACING and not handle.node.cached:
                 self._table.refuse_gaps(handle, content)
@@ -171,14 +168,13 @@ class Publisher(OnHost):
         else:
             await self.show_name(content.ino)
 
-    async def show_name(self, ino: int, *, left: bool = False) -> None:
-        """Let other hosts see the name of a new file that is empty, or is about to be locked. `left`: as
-        its writers have gone without publishing it, let them only remove it, with its directory."""
+    async def show_name(self, ino: int) -> None:
+        """Let other hosts see the name of a new file that is empty, or is about to be locked."""
         if ino in self._put_off.handles:
             await self.publish_now(ino)
         if self._inodes[ino].maker:
             for name in self._store.namespace.names_of(ino):
-                await self._store.namespace.show(*name, left=left)
+                await self._store.namespace.show(*name)
 
     def is_changed_in_place(self, ino: int) -> bool:
         """Return whether anybody wrote the file in place since it was published, as far as stat can

@@ -29,12 +29,8 @@ class PutOff(OnHost):
 
     def takes(self, handle: Handle, content: Content, inode: Inode) -> bool:
         """Return whether a close or fsync is carried out later."""
-        if (
-            content.state is not State.NEW
-            or content.writers > 1
-            or not inode.maker
-            or not self._is_held(inode.parent)
-        ):
+        is_new = content.state is State.NEW and inode.maker and content.writers <= 1
+        if not (is_new and self._is_held(inode.parent)):
             return False
         size = self._table.stat(content).st_size
         total = self._bytes - self._sizes.get(inode.ino, 0) + size
