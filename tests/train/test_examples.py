@@ -154,7 +154,7 @@ def test_scaling_is_printed_up_to_10000_workers_and_where_its_curves_are(tmp_pat
 @pytest.mark.slow
 def test_images_are_recognized_with_and_without_waiting(place: Path, tmp_path: Path) -> None:
     out = tmp_path / "out"
-    arguments = ("--workers=2", "--steps=80", "--lr=0.01", "--sync=bsp", "--sync=async")
+    arguments = ("--workers=2", "--steps=40", "--lr=0.02", "--sync=bsp", "--sync=async")
     printed = run("images.py", place / "run", *arguments, f"--out={out}")
     found = dict(re.findall(r"^(\S+) .* accuracy (\S+)$", printed, re.MULTILINE))
     assert found.keys() == {"bsp", "async"}
@@ -164,7 +164,7 @@ def test_images_are_recognized_with_and_without_waiting(place: Path, tmp_path: P
         for x in ("seconds", "bytes"):
             rows = (out / f"images-{y}-{x}.csv").read_text().splitlines()
             assert rows[0] == f"curve,{x},{y}"
-            assert len(rows) == 1 + 2 * 16
+            assert len(rows) == 1 + 2 * 8
 
 
 @needs("torch")
