@@ -102,8 +102,8 @@ class Deferred:
         self._waiting: Counter[bytes] = Counter()
         self._under_way: dict[bytes, bytes | None] = {}
         self._sent: list[_Change] = []
-        # Transactions that may have been applied: the identity, a revision before, and the operations.
-        self._doubted: list[tuple[bytes, int, dict[bytes, Put | Delete]]] = []
+        # Transactions that may have been applied: the identity, a revision before, and what they store.
+        self._doubted: list[tuple[bytes, int, _Some]] = []
         # The revisions of names and inodes before deferred changes; 0: there was none.
         self._before: dict[bytes, int] = {}
         self._stored_s = 0.0  # when everything was stored, or the last changes were
@@ -111,8 +111,8 @@ class Deferred:
         # Commits that wait until nothing is deferred, and 1 until `run` runs: nothing is, meanwhile.
         self._in_the_way = 1
         self._first, self._many = trio.Event(), trio.Event()
-        # Errors for programs that work in directories in which changes are lost, and the keys of the lost
-        # records, until the tree is right again.
+        # Errors for programs that work in directories in which changes are lost; and the keys of records
+        # that are lost, or others may have changed after they were stored, until the tree is right again.
         self.lost: dict[int, OSError] = {}
         self._lost_keys: set[bytes] = set()
         tree.news = self._news
@@ -279,12 +279,16 @@ class Deferred:
         return await self._engine.transact(conditions, operations)
 
     async def _store_some(self) -> None:
-        """Store the first changes: those whose claims are lost, if there are such."""
-        if lost := self._not_held():
-            await self._settle(lost)
-            return
+        """Store the first changes, up to one whose claims are lost; or that, and others that are lost."""
+        lost = self._not_held()
+        held = [*takewhile(lambda change: change not in lost[:1], self._changes)]
         try:
-            await self._send(self._first_of(self._changes, _OPERATIONS_MAX), (), ())
+            if lost and self._doubted:
+                await self._find_outcomes()
+            elif not held:
+                await self._settle(lost)
+            else:
+                await self._send(self._first_of(held, _OPERATIONS_MAX), (), ())
         except Conflict:
             await self._hub.barrier()  # the claims are known then
 
@@ -324,7 +328,7 @@ class Deferred:
         except BaseException as error:
             # It may have been applied. It is tried again, and finds its claims, or that.
             if not isinstance(error, Conflict):
-                self._doubted.append((identity, since, some.operations))
+                self._doubted.append((identity, since, some))
             self._under_way, self._sent = {}, []
             self._changes = deque(sorted((*some.changes, *self._changes), key=itemgetter(0)))
             for change in some.changes:
@@ -333,8 +337,8 @@ class Deferred:
         self._under_way, self._sent = {}, []
         self._stored_s = trio.current_time()
         self._note_stored(stored, revision)
-        if not self._changes:
-            self._doubted.clear()
+        sent_to = some.changes[-1].number
+        self._doubted = [one for one in self._doubted if one[2].changes[0].number > sent_to]
         return revision
 
     def _note_stored(self, stored: Mapping[bytes, Put | Delete], revision: int) -> None:
@@ -347,9 +351,10 @@ class Deferred:
 
     def _remove(self, changes: Sequence[_Change]) -> None:
         numbers = {change.number for change in changes}
+        for change in self._changes:
+            if change.number in numbers:
+                self._waiting.subtract(change.operations.keys())
         self._changes = deque(one for one in self._changes if one.number not in numbers)
-        for change in changes:
-            self._waiting.subtract(change.operations.keys())
         self._waiting = +self._waiting
 
     # -- changes that cannot be stored ---------------------------------------------------------------
@@ -368,7 +373,6 @@ class Deferred:
         for directory in {one for change in lost for one in change.claims}:
             if self._claims.is_of_another(directory):
                 await self._claims.recall(directory)
-        await self._find_outcomes()
         some, conditions = self._first_of_lost(lost)
         try:
             revision = await self._send(some, conditions, ())
@@ -381,24 +385,30 @@ class Deferred:
             await self._after_commit((*some.claims,), revision)
 
     async def _find_outcomes(self) -> None:
-        """Find out which transactions were applied of which that is not known: of those, this mount has
-        changed the records itself. Raises OSError."""
+        """Find out which transactions were applied of which that is not known. Others may have changed the
+        same after those: nothing of them is stored again. Raises OSError."""
         while self._doubted:
-            identity, since, operations = self._doubted[0]
+            identity, since, some = self._doubted[0]
+            revision = None
             try:
                 revision = await self._engine.fenced.find(identity, since)
             except OSError as error:
                 if error.errno != errno.EIO:
                     raise
-                revision = None
             del self._doubted[0]
             if revision is not None:
-                self._note_stored(operations, revision)
+                self._remove(some.changes)
+                self._note_stored(some.operations, revision)
+                self._lost_keys |= some.operations.keys() - self._waiting.keys()
+        if self._lost_keys:
+            await self._take_back()
 
     def _first_of_lost(self, lost: Sequence[_Change]) -> tuple[_Some, list[Compare]]:
         """Return the first of these changes, without claims, and what is to be so that they undo nothing of
         others. A directory is removed apart: it has to be empty before."""
-        together = [*takewhile(lambda change: not change.removed, lost)] or lost[:1]
+        pairs = zip(lost, self._changes, strict=False)
+        run = takewhile(lambda pair: pair[0] is pair[1] and not pair[0].removed, pairs)
+        together = [one for one, _ in run] or lost[:1]
         some = self._first_of(together, _LOST_OPERATIONS_MAX)
         for key in [key for key in some.operations if key.startswith(CLAIM)]:
             del some.operations[key]

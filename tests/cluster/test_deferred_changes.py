@@ -6,11 +6,12 @@ import stat
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
+import trio
 from harness.beside import beside, repeating
 from harness.claims import claim_exclusively, few_transactions, often
 from harness.clusters import Apart, Cluster, ClusterMount, Plan, counters
@@ -20,6 +21,7 @@ from harness.processes import Process, Program
 
 from irdmafs.backend.kv import Delete
 from irdmafs.backend.model.records import claim_key
+from irdmafs.backend.namespace.inode import name_key
 
 FILES = 200
 
@@ -412,9 +414,12 @@ def test_what_was_stored_although_no_answer_came_is_not_taken_for_a_change_of_ot
                 (here / "2").unlink()
                 (here / "3").unlink()
                 assert sorted(os.listdir(there)) == ["2", "3"]
+                (there / "0").touch()
             cluster.heal_all()
-            eventually(lambda: not os.listdir(there), "the others are stored")
+            eventually(lambda: os.listdir(there) == ["0"], "the others are stored")
         assert "are lost" not in holder.log.read_text()
+        fsync(here)
+        assert os.listdir(here) == ["0"]
 
 
 def test_a_mount_that_comes_back_shows_what_others_made_of_its_lost_changes(
@@ -498,16 +503,36 @@ def test_directories_of_a_mount_cut_off_are_stored_later(failing: Cluster, apart
     assert (there / "new0/file").read_bytes() == b"content"
 
 
-def test_a_mount_whose_claim_others_deleted_loses_nothing_and_defers_nothing_more() -> None:
+async def revisions_of_names(
+    cluster: Cluster, directories: Sequence[Path], count: int
+) -> list[int]:
+    """Return when etcd got names that are numbers in directories, all with one number after the other."""
+    found = []
+    async with cluster.engine("mount") as engine:
+        for number in range(count):
+            for directory in directories:
+                name = await engine.get(name_key(directory.stat().st_ino, b"%02d" % number))
+                found.append(name.mod_revision if name is not None else 0)
+    return found
+
+
+def test_a_mount_whose_claim_others_deleted_stores_all_in_order_and_defers_nothing_more() -> None:
     """As they do if it has not answered for a lease's length, though its session lives."""
     with Cluster(Plan(nodes=1, mounts=2, replicas=1, namespaces=False)) as cluster:
-        holder, here, there = cluster.mounts[0], *(mount.path for mount in cluster.mounts)
-        claim_exclusively(here)
+        holder, here, there = cluster.mounts[0], *(one.path / "lost" for one in cluster.mounts)
+        directories = here.with_name("held"), here
+        for directory in directories:
+            directory.mkdir()
+            claim_exclusively(directory)
         for number in range(50):
-            (here / f"{number:02}").touch()
+            for directory in directories:
+                (directory / f"{number:02}").touch()
         cluster.put([Delete(claim_key(here.stat().st_ino))])
         assert sorted(os.listdir(here)) == [f"{number:02}" for number in range(50)]
         eventually(lambda: sorted(os.listdir(there)) == sorted(os.listdir(here)), "all are stored")
+        fsync(here)
+        revisions = trio.run(revisions_of_names, cluster, directories, 50)
+        assert revisions == sorted(revisions)
         before = deferred(holder)
         for number in range(50):
             (here / f"{number:02}").unlink()
