@@ -331,7 +331,7 @@ class Planner:
         return found
 
     def _refuse_to_replace(self, moved: Inode, replaced: Inode) -> None:
-        if moved.is_dir and not replaced.is_dir:
+        if moved.is_dir and not replaced.is_dir and not self._tree.is_abandoned(replaced):
             raise fail(errno.ENOTDIR)
         if replaced.is_dir and not moved.is_dir:
             raise fail(errno.EISDIR)

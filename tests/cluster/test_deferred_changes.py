@@ -6,8 +6,9 @@ import stat
 import sys
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextlib import nullcontext
+from itertools import chain
 from pathlib import Path
 
 import pytest
@@ -445,18 +446,20 @@ def test_a_mount_that_comes_back_shows_what_others_made_of_its_lost_changes(
     (here / "folder").mkdir()
 
 
-def test_a_deferred_directory_takes_the_name_of_a_dead_host(failing: Cluster, apart: Apart) -> None:
+def test_a_directory_takes_the_name_of_a_dead_host(failing: Cluster, apart: Apart) -> None:
     """Nobody saw that: its file had no version."""
     holder, here, there = apart
     with Process() as writer:
-        writer.do("file = open(path, 'wb')", path=str(here / "name"))
-        with fails_with(errno.EEXIST):
-            (there / "name").mkdir()
+        writer.do("files = [open(f'{path}/{name}', 'wb') for name in 'ab']", path=str(here))
+        for name in "ab":
+            with fails_with(errno.EEXIST):
+                (there / name).mkdir()
         failing.lose(holder)
     claim_exclusively(there)
-    (there / "name").mkdir()
+    (there / "a").mkdir()
     fsync(there)
-    assert os.listdir(there) == ["name"]
+    (there / "a").rename(there / "b")
+    assert os.listdir(there) == ["b"]
 
 
 def test_a_directory_that_another_host_uses_is_not_removed(failing: Cluster, apart: Apart) -> None:
@@ -503,17 +506,11 @@ def test_directories_of_a_mount_cut_off_are_stored_later(failing: Cluster, apart
     assert (there / "new0/file").read_bytes() == b"content"
 
 
-async def revisions_of_names(
-    cluster: Cluster, directories: Sequence[Path], count: int
-) -> list[int]:
-    """Return when etcd got names that are numbers in directories, all with one number after the other."""
-    found = []
+async def stored_at(cluster: Cluster, directory: int) -> list[int]:
+    """Return the revisions at which etcd got the names in a directory, in the order of these."""
     async with cluster.engine("mount") as engine:
-        for number in range(count):
-            for directory in directories:
-                name = await engine.get(name_key(directory.stat().st_ino, b"%02d" % number))
-                found.append(name.mod_revision if name is not None else 0)
-    return found
+        found = await engine.range(name_key(directory, b""), name_key(directory + 1, b""))
+        return [record.mod_revision for record in found]
 
 
 def test_a_mount_whose_claim_others_deleted_stores_all_in_order_and_defers_nothing_more() -> None:
@@ -531,8 +528,8 @@ def test_a_mount_whose_claim_others_deleted_stores_all_in_order_and_defers_nothi
         assert sorted(os.listdir(here)) == [f"{number:02}" for number in range(50)]
         eventually(lambda: sorted(os.listdir(there)) == sorted(os.listdir(here)), "all are stored")
         fsync(here)
-        revisions = trio.run(revisions_of_names, cluster, directories, 50)
-        assert revisions == sorted(revisions)
+        revisions = [trio.run(stored_at, cluster, one.stat().st_ino) for one in directories]
+        assert [*chain(*zip(*revisions, strict=True))] == sorted(chain(*revisions))
         before = deferred(holder)
         for number in range(50):
             (here / f"{number:02}").unlink()
