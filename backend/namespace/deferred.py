@@ -16,10 +16,10 @@ and passes over those that would take it back.
 import errno
 import logging
 from collections import Counter, deque
-from collections.abc import Awaitable, Callable, Collection, Coroutine, Iterable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Collection, Iterable, Mapping, Sequence
 from itertools import takewhile
 from operator import itemgetter
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import trio
 
@@ -256,26 +256,21 @@ class Deferred:
         if lost:
             raise lost[0]
 
-    def transact(
+    async def transact(
         self, conditions: Sequence[Compare], operations: Sequence[Put | Delete]
-    ) -> Coroutine[Any, Any, int]:
+    ) -> int:
         """Apply operations if conditions hold, and return the revision of that. What was deferred before
         this call is stored before, or in the same transaction. Raises Conflict, OSError."""
-        if not (self._changes or self._under_way):
-            return self._engine.transact(conditions, operations)
-        return self._transact_after(self.count, conditions, operations)
-
-    async def _transact_after(
-        self, newest: int, conditions: Sequence[Compare], operations: Sequence[Put | Delete]
-    ) -> int:
-        async with self._storing:
-            while self._changes and self._changes[0].number <= newest:
-                earlier = [one for one in self._changes if one.number <= newest]
-                some = self._first_of(earlier, _OPERATIONS_MAX - len(operations))
-                is_room = len(conditions) + len(some.claims) <= _COMPARES_MAX
-                if is_room and len(some.changes) == len(earlier) and not self._not_held():
-                    return await self._send(some, conditions, operations)
-                await self._store_some()
+        newest = self.count
+        if self._changes or self._under_way:
+            async with self._storing:
+                while self._changes and self._changes[0].number <= newest:
+                    earlier = [one for one in self._changes if one.number <= newest]
+                    some = self._first_of(earlier, _OPERATIONS_MAX - len(operations))
+                    is_room = len(conditions) + len(some.claims) <= _COMPARES_MAX
+                    if is_room and len(some.changes) == len(earlier) and not self._not_held():
+                        return await self._send(some, conditions, operations)
+                    await self._store_some()
         return await self._engine.transact(conditions, operations)
 
     async def _store_some(self) -> None:
@@ -337,8 +332,7 @@ class Deferred:
         self._under_way, self._sent = {}, []
         self._stored_s = trio.current_time()
         self._note_stored(stored, revision)
-        sent_to = some.changes[-1].number
-        self._doubted = [one for one in self._doubted if one[2].changes[0].number > sent_to]
+        self._doubted = [one for one in self._doubted if one[2].changes[0] not in some.changes]
         return revision
 
     def _note_stored(self, stored: Mapping[bytes, Put | Delete], revision: int) -> None:
@@ -371,8 +365,7 @@ class Deferred:
     async def _settle(self, lost: Sequence[_Change]) -> None:
         """Store the first of these changes, whose claims are lost, or give them up."""
         for directory in {one for change in lost for one in change.claims}:
-            if self._claims.is_of_another(directory):
-                await self._claims.recall(directory)
+            await self._claims.recall(directory)
         some, conditions = self._first_of_lost(lost)
         try:
             revision = await self._send(some, conditions, ())
@@ -406,9 +399,8 @@ class Deferred:
     def _first_of_lost(self, lost: Sequence[_Change]) -> tuple[_Some, list[Compare]]:
         """Return the first of these changes, without claims, and what is to be so that they undo nothing of
         others. A directory is removed apart: it has to be empty before."""
-        pairs = zip(lost, self._changes, strict=False)
-        run = takewhile(lambda pair: pair[0] is pair[1] and not pair[0].removed, pairs)
-        together = [one for one, _ in run] or lost[:1]
+        run = (one for one, first in zip(lost, self._changes, strict=False) if one is first)
+        together = [*takewhile(lambda change: not change.removed, run)] or lost[:1]
         some = self._first_of(together, _LOST_OPERATIONS_MAX)
         for key in [key for key in some.operations if key.startswith(CLAIM)]:
             del some.operations[key]

@@ -284,16 +284,14 @@ class Claims(RecordKeeper):
 
     def is_exclusive_elsewhere(self, directory: int) -> bool:
         """Return whether another mount has an exclusive claim of the directory."""
-        lease = self._session.lease
-        return self.exclusive.get(directory, lease) != lease
+        return self.exclusive.get(directory, self._session.lease) != self._session.lease
 
     async def recall(self, directory: int) -> None:
         """Return when no other mount has the claim of the directory. Raises OSError."""
         await self._wait_for_holder(directory, self.is_of_another, self._wish)
         lease = self._session.lease
         if lease in self._wishes.get(directory, ()):
-            delete = Delete(wish_key(directory, lease))
-            await self._member.replica.transact((), [delete])
+            await self._member.replica.transact((), [Delete(wish_key(directory, lease))])
 
     async def look(self, directory: int) -> None:
         """Return when no other mount has an exclusive claim of the directory. Raises OSError."""
