@@ -56,6 +56,18 @@ async def test_a_key_of_a_directory_that_could_not_be_followed_is_removed() -> N
         assert not etcd.keys
 
 
+async def test_a_directory_is_given_up_while_all_are_looked_through() -> None:
+    async with trio.open_nursery() as nursery:
+        leases = Leases(mount_of(Etcd(), nursery))
+        # One that could not be followed, and one of a session that is over.
+        leases._held = {DIRECTORY: 0, DIRECTORY + 1: LEASE - 1}
+        async with leases._changing:
+            for given_up in (lambda: leases.unfollow(DIRECTORY + 1), leases._tidy):
+                nursery.start_soon(given_up)
+                await trio.testing.wait_all_tasks_blocked()
+    assert not leases._held
+
+
 async def test_others_may_change_a_directory_much_that_is_just_about_to_be_followed_again() -> None:
     async with trio.open_nursery() as nursery:
         leases = Leases(mount_of(Etcd(), nursery))

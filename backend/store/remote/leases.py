@@ -442,15 +442,15 @@ class Leases:
 
     async def _tidy(self) -> None:
         now = time.monotonic()
-        lease = self._session.lease
-        for directory in self._for_good:
-            if self._held.get(directory) != lease and self._session.valid():
+        for directory in [*self._for_good]:
+            if not self.follows(directory) and self._session.valid():
                 await self._attempt(partial(self.follow, directory, for_good=True))
-        for directory, held in list(self._held.items()):
-            if not held:
+        for directory in [*self._held]:
+            held = self._held.get(directory)  # others give it up, or follow it anew, meanwhile
+            if held == 0:
                 await self._attempt(partial(self.unfollow, directory))
-            elif held != lease:
-                del self._held[directory]
+            elif held != self._session.lease:
+                self._held.pop(directory, None)
                 self._ways.clear()
             elif directory in self._for_good or directory in self._kept:
                 continue
