@@ -101,12 +101,19 @@ class Namespace:
         for parent, name in chain.from_iterable(map(tree.names_of, gone)):
             await self.unlink_if(parent, name, is_gone)
 
-    async def _empty(self, directory: int) -> bool:
-        """Empty a directory in which there is nothing that anybody needs. Return whether it is one."""
-        left = self.tree.left_in(directory) if directory in self.writable else None
-        for name in left or ():
-            await self.unlink_if(directory, name, self.tree.is_left)
-        return left is not None
+    async def _with_empty(self, plan: Callable[[], Commit | None], parent: int, name: bytes) -> Any:
+        """Carry out a plan for which a directory is to be empty. Names that nobody needs are removed."""
+        try:
+            return await self._carry_out(plan)
+        except OSError as error:
+            directory = self.tree.ino_behind(parent, name)
+            if error.errno != errno.ENOTEMPTY or directory not in self.writable:
+                raise
+            if (left := self.tree.left_in(directory)) is None:
+                raise
+        for one in left:
+            await self.unlink_if(directory, one, self.tree.is_left)
+        return await self._carry_out(plan)
 
     def orphan(
         self, mode: int, uid: int, gid: int, *, directory: int = ROOT_INO, umask: int = 0
@@ -153,19 +160,12 @@ class Namespace:
         such name."""
         return self._carry_out(partial(self._planner.unlink_if, parent, name, wanted))
 
-    async def rmdir(self, parent: int, name: bytes, *, known: Known = NOTHING_KNOWN) -> Inode:
+    def rmdir(
+        self, parent: int, name: bytes, *, known: Known = NOTHING_KNOWN
+    ) -> Coroutine[Any, Any, Inode]:
         """Remove an empty directory, as `unlink` does. Raises ESTALE if one of the names in `known` does
         not lead to its inode at that moment."""
-        plan = partial(self._planner.rmdir, parent, name, known)
-        try:
-            removed: Inode = await self._carry_out(plan)
-        except OSError as error:
-            if error.errno != errno.ENOTEMPTY:
-                raise
-            if not await self._empty(self.tree.ino_behind(parent, name)):
-                raise
-            removed = await self._carry_out(plan)
-        return removed
+        return self._with_empty(partial(self._planner.rmdir, parent, name, known), parent, name)
 
     def rename(
         self, parent: int, name: bytes, new_parent: int, new_name: bytes, flags: int, **what: Any
@@ -179,7 +179,7 @@ class Namespace:
         if flags & ~RENAME_WHITEOUT not in (0, RENAME_NOREPLACE) and flags != RENAME_EXCHANGE:
             raise fail(errno.EINVAL)
         plan = partial(self._planner.rename, parent, name, new_parent, new_name, flags, **what)
-        return self._carry_out(plan)
+        return self._with_empty(plan, new_parent, new_name)
 
     # -- inodes ----------------------------------------------------------------------------------
 

@@ -127,9 +127,10 @@ def test_a_new_file_whose_writers_are_killed_stays_on_its_host_only(
     assert (other / "file").read_text() == text + "\n"
 
 
+@pytest.mark.parametrize("by", ["rmdir", "rename"])
 @pytest.mark.parametrize("end", ["killed", "given up"])
 def test_a_directory_goes_with_a_new_file_that_is_not_published(
-    makers: list[Path], process: TakeProcess, end: str
+    makers: list[Path], process: TakeProcess, end: str, by: str
 ) -> None:
     one, other = makers
     writer, again = process(), process()
@@ -139,20 +140,25 @@ def test_a_directory_goes_with_a_new_file_that_is_not_published(
     if end == "given up":
         writer.do("os.setxattr(file.fileno(), 'user.irdmafs.discard', b'')")
     (one / "another").touch()
+    moved = other.with_name(f"{other.name}.moved")
+    moved.mkdir()
     writer.kill()
-    assert not is_removed(other)
+    instead = moved if by == "rename" else None
+    assert not is_removed(other, instead)
     assert (one / "file").exists()
     (other / "another").unlink()
     again.do("file = open(path, 'r+')", path=str(one / "file"))
-    assert not is_removed(other)
+    assert not is_removed(other, instead)
     again.kill()
-    eventually(lambda: is_removed(other), "nobody writes in it")
+    eventually(lambda: is_removed(other, instead), "nobody writes in it")
     assert not one.exists()
 
 
-def is_removed(directory: Path) -> bool:
-    """Remove a directory if it is empty; return whether it is gone."""
+def is_removed(directory: Path, instead: Path | None = None) -> bool:
+    """Remove a directory, or rename another one to it first, if it is empty; return whether it is gone."""
     with contextlib.suppress(OSError):
+        if instead is not None:
+            instead.rename(directory)
         directory.rmdir()
     return not directory.exists()
 
