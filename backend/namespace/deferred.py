@@ -433,9 +433,13 @@ class Deferred:
         names = [(int.from_bytes(key[1:9], "big"), key[9:]) for key in keys if key[:1] == b"d"]
         unstored = [name for name in names if not tree.name_revision(*name)]
         found = [(name, tree.inodes.get(tree.ino_behind(*name))) for name in unstored]
-        made = [(name, inode.copy()) for name, inode in found if inode and not inode.maker]
+        made = [(name, inode) for name, inode in found if inode and not inode.maker]
         commit.names = [(*name, 0) for name, _ in made]
-        commit.gone = [inode for _, inode in made if not inode.revision]
+        numbers = [int.from_bytes(key[1:], "big") for key in keys if key[:1] == b"i"]
+        # Of changed files that others removed the tree has no record.
+        nameless = [one for one in map(tree.inodes.at_hand, numbers) if one and not one.name]
+        gone = [*(inode for _, inode in made), *nameless]
+        commit.gone = [one.copy() for one in gone if not (one.revision or one.maker)]
         for inode in commit.gone:
             inode.nlink = 0
         tree.keep(commit)

@@ -15,7 +15,7 @@ import pytest
 import trio
 from harness.beside import beside, repeating
 from harness.claims import claim_exclusively, few_transactions, often
-from harness.clusters import Apart, Cluster, ClusterMount, Plan, counters
+from harness.clusters import Apart, Cluster, ClusterMount, Plan, counters, status_at
 from harness.errors import fails_with
 from harness.mountpoint import can_be_opened, eventually, fsync
 from harness.processes import Process, Program
@@ -444,6 +444,28 @@ def test_a_mount_that_comes_back_shows_what_others_made_of_its_lost_changes(
     with fails_with(errno.EIO):
         (here / "folder").mkdir()
     (here / "folder").mkdir()
+
+
+def test_a_file_that_others_removed_does_not_come_back_with_lost_changes(
+    failing: Cluster, apart: Apart
+) -> None:
+    holder, here, there = apart
+    (here / "file").write_bytes(b"content")
+    claim_exclusively(here)
+    with (here / "file").open("rb") as file:
+        failing.isolate(holder)
+        (here / "file").chmod(0o600)
+        (there / "file").unlink()
+        inodes = status_at(there)["inodes"]
+        failing.heal_all()
+        eventually(lambda: "file" not in os.listdir(here), "it is gone")
+        with fails_with(errno.EIO):
+            (here / "other").touch()
+        os.fchmod(file.fileno(), 0o640)
+        status = os.fstat(file.fileno())
+        assert (status.st_nlink, stat.S_IMODE(status.st_mode)) == (0, 0o640)
+        assert file.read() == b"content"
+    assert status_at(there)["inodes"] == inodes
 
 
 def test_a_directory_takes_the_name_of_a_dead_host(failing: Cluster, apart: Apart) -> None:
