@@ -436,7 +436,7 @@ class Deferred:
         made = [(name, inode) for name, inode in found if inode and not inode.maker]
         commit.names = [(*name, 0) for name, _ in made]
         numbers = [int.from_bytes(key[1:], "big") for key in keys if key[:1] == b"i"]
-        # Of changed files that others removed the tree has no record.
+        # The tree keeps a file that was changed here and removed by others, without record and name.
         nameless = [one for one in map(tree.inodes.at_hand, numbers) if one and not one.name]
         gone = [*(inode for _, inode in made), *nameless]
         commit.gone = [one.copy() for one in gone if not (one.revision or one.maker)]

@@ -164,9 +164,8 @@ class IncomingFiles:
             elif length:
                 os.posix_fallocate(fd, 0, length)
         except BaseException:
-            look_for_room(self._path, refused=allocated == length)
             os.close(fd)
-            self.remove(name)
+            self.remove(name, refused=allocated == length)
             raise
         # A file with holes has no room for the bytes of another extent.
         is_reusable = self._may_reuse and allocated == length and length >= SPARE_BYTES_MIN
@@ -204,10 +203,10 @@ class IncomingFiles:
         os.rename(incoming.name, name, src_dir_fd=self._fd, dst_dir_fd=to_fd)
         incoming.is_extent = True
 
-    def remove(self, name: str) -> None:
-        """Remove a file. A missing one is no error."""
+    def remove(self, name: str, *, refused: bool = False) -> None:
+        """Remove a file. A missing one is no error. `refused`: as an allocation was."""
         self._reserved.pop(name, None)
-        look_for_room(self._path)
+        look_for_room(self._path, refused=refused)
         try:
             os.unlink(name, dir_fd=self._fd)
         except FileNotFoundError:

@@ -60,8 +60,8 @@ def wait(path: StrPath, newer_than: Seen | None = None, *, timeout: float | None
             top = _top_of(path)
             before = _changes(top)
         except OSError as error:
-            if error.errno in (errno.ENOENT, errno.ESTALE):
-                continue  # it has just been removed: wait in the directory above
+            if error.errno in (errno.ENOENT, errno.ESTALE, errno.EINVAL):
+                continue  # it has just been removed, or is no link any more: look again
             raise
         seen = look(path)
         if seen not in (None, newer_than):
@@ -102,7 +102,7 @@ def _top_of(path: StrPath) -> str:
     top = os.path.commonpath([os.path.dirname(named), os.path.dirname(real)])
     while not os.path.isdir(top):
         top = os.path.dirname(top)
-    for link in _followed(Path(named)):
+    for link in _followed(Path(named)) if real != named else ():
         wider = os.path.commonpath([top, link.parent])
         # Links outside of the filesystem are not waited for.
         if os.stat(wider).st_dev == os.stat(top).st_dev:

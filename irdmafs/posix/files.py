@@ -213,10 +213,9 @@ class Files(Part):
                 self._cache.carried.refuse_growth(handle.node.ino, fd, offset, length)
                 self._cache.carried.refuse_to_reserve(fd, offset, length)
             if _libc.fallocate(fd, mode, offset, length):
-                error = fail(ctypes.get_errno())
-                refused = error.errno == errno.ENOSPC
-                self._store.extents.look_for_room(self._content(handle).extent, refused=refused)
-                raise error
+                if (code := ctypes.get_errno()) == errno.ENOSPC:
+                    self._store.extents.look_for_room(self._content(handle).extent, refused=True)
+                raise fail(code)
 
         await self._cache.carried.change(handle, change)
 

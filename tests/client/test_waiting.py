@@ -77,6 +77,14 @@ def test_every_link_that_leads_to_a_file_is_waited_for(folder: Path, reader: Pro
     assert reader.result() == (os.stat(folder / "run" / "2").st_ino, 1)
 
 
+def test_a_link_may_become_a_file(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (folder / "file").touch()
+    (folder / "link").symlink_to("file")
+    follow = lambda link: (folder / "file").rename(link) and Path(os.readlink(link))  # noqa: E731
+    monkeypatch.setattr(Path, "readlink", follow)
+    assert client.wait(folder / "link").ino == (folder / "link").lstat().st_ino
+
+
 @pytest.mark.kernel_session("names that the kernel believes cannot be forgotten with pyfuse3")
 def test_who_is_told_of_a_change_sees_it(folder: Path, process: TakeProcess) -> None:
     """The kernel notes an answered change of a name only when the process that made it runs again."""

@@ -165,9 +165,7 @@ def striped(folder: Path) -> Path:
     return folder / "file"
 
 
-def test_a_version_stays_whoever_makes_room_in_the_node_after_a_refused_write(
-    beside: Cluster, folder: Path
-) -> None:
+def test_a_version_stays_after_a_write_that_a_node_refused(beside: Cluster, folder: Path) -> None:
     (node,), elsewhere = beside.nodes, beside.add_mount().path / folder.name
     file, other = folder / "file", folder / "other"
     by_writer = ("os.ftruncate(writer, 0)", "os.setxattr(writer, 'user.irdmafs.discard', b'')")

@@ -446,9 +446,7 @@ def test_a_mount_that_comes_back_shows_what_others_made_of_its_lost_changes(
     (here / "folder").mkdir()
 
 
-def test_a_file_that_others_removed_does_not_come_back_with_lost_changes(
-    failing: Cluster, apart: Apart
-) -> None:
+def test_lost_changes_bring_no_removed_file_back(failing: Cluster, apart: Apart) -> None:
     holder, here, there = apart
     (here / "file").write_bytes(b"content")
     claim_exclusively(here)

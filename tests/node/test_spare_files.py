@@ -381,9 +381,7 @@ def test_what_is_not_used_goes(files: Files, memory: Path, monkeypatch: pytest.M
     assert not list((memory / "store/incoming").iterdir())
 
 
-def test_an_allocation_that_fails_takes_all_room_for_a_moment(
-    files: Files, contents: Contents
-) -> None:
+def test_an_allocation_that_fails_fills_the_store(files: Files, contents: Contents) -> None:
     """Whoever wrote then may have been refused."""
     os.utime(f"{files.directory}/{FULL}", (0, 0))
     assert contents.look_for_room(ONE) == look_for_room(files.directory) == 0

@@ -132,11 +132,8 @@ def test_versions_stay_whoever_makes_room_after_a_refused_write(new_mount: NewMo
                 while True:
                     os.write(full, bytes(MIB))
         with contextlib.suppress(OSError):
-            eval(
-                f"os.{make_room}",
-                {"os": os},
-                {"other": other, "reader": reader, "refused": refused},
-            )
+            names = {"other": other, "reader": reader, "refused": refused}
+            eval(f"os.{make_room}", {"os": os}, names)
         eventually(lambda: os.statvfs(top).f_bavail > 0, "there is room")
         for call in (os.fsync, os.close):
             with fails_with(errno.ENOSPC):

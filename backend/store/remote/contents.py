@@ -213,9 +213,8 @@ class Contents(ExtentStore, Pinned):
             else:
                 os.posix_fallocate(fd, 0, size)
         except BaseException:
-            super().look_for_room(extent, refused=True)
             os.close(fd)
-            self.give_up(extent)
+            self.give_up(extent, refused=True)
             raise
         return fd
 
@@ -229,8 +228,8 @@ class Contents(ExtentStore, Pinned):
         self._kept[extent] = size
         self.kept_bytes += size
 
-    def give_up(self, extent: ContentId) -> None:
-        super().look_for_room(extent)
+    def give_up(self, extent: ContentId, *, refused: bool = False) -> None:
+        super().look_for_room(extent, refused=refused)
         os.unlink(self._path_of_fetched(extent))
 
     def _path_of_fetched(self, extent: ContentId) -> str:
