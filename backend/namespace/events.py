@@ -22,6 +22,8 @@ Complain = Callable[[bytes, str, bytes], None]
 _Name = TypeVar("_Name", bound=tuple[int, bytes, int, *tuple[int, ...]])
 # The revision of a name that is not stored yet.
 _NOT_STORED = bytes(8)
+# The beginning of a name whose record is damaged.
+_DAMAGED = DAMAGED_INO.to_bytes(8, "big")
 
 
 class Listener(Protocol):
@@ -110,6 +112,21 @@ def removals_first(names: Sequence[_Name]) -> Sequence[_Name]:
     return sorted(names, key=lambda name: name[2] != 0)
 
 
+def load_order(records: Iterable[KeyValue]) -> Iterator[KeyValue]:
+    """Yield records in the order in which a tree takes them with the least work: directories, then each
+    inode just before the first of its names, and the rest."""
+    left = {record.key: record for record in records}
+    names = [record for key, record in left.items() if key.startswith(b"d")]
+    for key in dict.fromkeys(b"i" + name.key[1:9] for name in names):
+        if key in left:
+            yield left.pop(key)
+    for name in names:
+        if (key := b"i" + name.value) in left:
+            yield left.pop(key)
+        yield left.pop(name.key)
+    yield from left.values()
+
+
 def differences(tree: Names, records: Iterable[KeyValue], revision: int) -> list[Event]:
     """Return the events that make a tree what the records say, which are all records at a revision. What is
     known here alone stays."""
@@ -124,18 +141,17 @@ def differences(tree: Names, records: Iterable[KeyValue], revision: int) -> list
 
 
 def _differs(tree: Names, record: KeyValue) -> bool:
-    kind, ino = record.key[:1], int.from_bytes(record.key[1:9], "big")
+    key = record.key
+    kind, ino = key[:1], int.from_bytes(key[1:9], "big")
+    known = tree.records.get(key) if _can_be(kind, ino, key, record.value) else None
+    if known is None:
+        return True
+    revision = record.mod_revision.to_bytes(8, "big")
     if kind == b"i":
-        inode = tree.inodes.get(ino)
-        return inode is None or inode.revision != record.mod_revision or ino in tree.damaged
+        return known[:8] != revision or ino in tree.damaged
     if kind == b"d":
-        name = record.key[9:]
-        is_damaged = tree.ino_behind(ino, name) == DAMAGED_INO
-        return is_damaged or tree.name_revision(ino, name) != record.mod_revision
-    if kind == b"t":
-        known = tree.records.get(record.key)
-        return known is None or time_of(known) != time_of(record.value)
-    return True
+        return known != record.value + revision or known.startswith(_DAMAGED)
+    return time_of(known) != time_of(record.value)
 
 
 def _stored(tree: Names) -> Iterator[bytes]:

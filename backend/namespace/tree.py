@@ -14,6 +14,7 @@ removed inodes, so that each step finds the data from which it derives parents a
 import contextlib
 import stat
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from itertools import islice
 from operator import itemgetter
 from stat import S_IFMT
 
@@ -25,7 +26,7 @@ from ..model.records import NEXT_INO_KEY, NEXT_INO_OF
 from .clones import Clones
 from .commit import Commit
 from .drafts import DRAFTS
-from .events import Listener, changes_of, differences, misplaced, removals_first
+from .events import Listener, changes_of, differences, load_order, misplaced, removals_first
 from .inode import DAMAGED_INO, FIRST_VIRTUAL_INO, ROOT_INO, Inode, inode_key, name_key, time_key
 from .lookup import Names, link_key
 from .numbers import next_ino_key, numbers_of
@@ -106,10 +107,8 @@ class Tree(Names):
             self.apply(revision, differences(self, records, revision))
             return
         self._is_loaded = True
-        # Inodes come before the names that lead to them.
-        found = sorted(records, key=lambda record: record.key.startswith(b"d"))
-        for start in range(0, len(found), _LOADED_AT_ONCE):
-            some = found[start : start + _LOADED_AT_ONCE]
+        ordered = load_order(records)
+        while some := list(islice(ordered, _LOADED_AT_ONCE)):
             self.take(Event(record.mod_revision, record.key, record.value) for record in some)
         self.inodes.are_compared = self._listener is not None
 

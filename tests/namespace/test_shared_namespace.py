@@ -3,6 +3,7 @@
 import errno
 import os
 import random
+from unittest.mock import patch
 
 import pytest
 import trio
@@ -14,9 +15,16 @@ from harness.open_inodes import while_open
 from harness.seeds import chosen_seed
 
 from irdmafs.backend.cluster.replica import Replica
-from irdmafs.backend.kv import Compare, Conflict, Delete, Exists, Put
+from irdmafs.backend.kv import Compare, Conflict, Delete, Exists, KeyValue, Put
 from irdmafs.backend.model.records import ContentId, Layout
-from irdmafs.backend.namespace import RENAME_NOREPLACE, ROOT_INO, Inode, Namespace, NewVersion
+from irdmafs.backend.namespace import (
+    RENAME_NOREPLACE,
+    ROOT_INO,
+    Inode,
+    Namespace,
+    NewVersion,
+    Tree,
+)  # fmt: skip
 from irdmafs.backend.namespace.inode import inode_key, name_key
 
 # -- what one host does, the others see --------------------------------------------------------------
@@ -363,3 +371,19 @@ async def test_replicas_are_equal_and_sound_after_random_changes_at_once(
         await shared.expect_all_equal(keys, namespaces)
         for mirror in mirrors:
             mirror.expect_equal()
+
+
+def test_a_tree_decodes_files_once_when_it_is_loaded_and_what_changed_when_it_is_again() -> None:
+    files, tree = 5_000, Tree()
+    records = [KeyValue(inode_key(ROOT_INO), Inode(ROOT_INO, DIRECTORY, 0, 0, 1).encode(), 1)]
+    for ino in range(2, 2 + files):
+        name = b"%d" % (ino * 7919 % files)  # names are in another order than numbers
+        records.append(KeyValue(inode_key(ino), Inode(ino, FILE, 0, 0, 1).encode(), 1))
+        records.append(KeyValue(name_key(ROOT_INO, name), ino.to_bytes(8, "big"), 1))
+    put = patch.object(tree.records, "put", wraps=tree.records.put)
+    with put as puts, patch.object(Inode, "decode", wraps=Inode.decode) as decodes:
+        tree.load(sorted(records), 1)
+        assert tree.inodes.totals.files == files == len(tree.children(ROOT_INO))
+        assert puts.call_count < 2.01 * files and decodes.call_count < 1.01 * files
+        tree.load([*records, KeyValue(name_key(ROOT_INO, b"new"), (2).to_bytes(8, "big"), 2)], 2)
+        assert decodes.call_count < 1.02 * files and len(tree.names_of(2)) == 2
