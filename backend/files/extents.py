@@ -12,7 +12,7 @@ import stat
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import TypeVar, TypeVarTuple
 
 import trio
@@ -121,10 +121,8 @@ class ExtentStore:
     def __iter__(self) -> Iterator[ContentId]:
         """Numbers of all extents that exist as files."""
         for name in os.listdir(self._dir_fd):
-            try:
+            with suppress(ValueError):
                 yield ContentId(int(name, 16))
-            except ValueError:
-                continue
 
     def path(self, extent: ContentId) -> str:
         return f"{self.directory}/{extent:x}"
@@ -191,10 +189,8 @@ class ExtentStore:
         """Remove an extent; its memory goes when the last open file of it is closed."""
         if self.filled:
             self.look_for_room(extent)
-        try:
+        with suppress(FileNotFoundError):
             os.unlink(f"{extent:x}", dir_fd=self._dir_fd)
-        except FileNotFoundError:
-            pass
 
     def sync(self, extent: ContentId) -> None:
         """Make an extent survive a power loss (for stores on disk)."""

@@ -207,10 +207,8 @@ class IncomingFiles:
         """Remove a file. A missing one is no error. `refused`: as an allocation was."""
         self._reserved.pop(name, None)
         look_for_room(self._path, refused=refused)
-        try:
+        with suppress(FileNotFoundError):
             os.unlink(name, dir_fd=self._fd)
-        except FileNotFoundError:
-            pass
 
     # -- spare -----------------------------------------------------------------------------------
 

@@ -11,6 +11,8 @@ from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager, closing
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import trio
@@ -34,6 +36,7 @@ from irdmafs.backend.node.files import Files
 from irdmafs.backend.node.housekeeping import HISTORY_KEPT_S
 from irdmafs.backend.node.resync import _Filling
 from irdmafs.backend.pauses import Throttle
+from irdmafs.backend.store.remote.contents import Contents
 from irdmafs.backend.unwrap import background
 
 STEPS = int(os.environ.get("IRDMAFS_STEPS") or 60)
@@ -122,6 +125,27 @@ async def test_session_is_invalid_before_etcd_lets_its_key_go(keys: EtcdKeys) ->
         await until(lambda: number not in watcher.members.sessions, watcher.members.changed)
         assert now_s() > until_s
         assert not session.valid()
+
+
+async def test_a_pin_that_is_given_up_late_leaves_the_one_that_was_put_since(
+    keys: EtcdKeys, memory: Path
+) -> None:
+    late: list[Any] = []
+    inode: Any = SimpleNamespace(ino=2, extent=records.ContentId(1))
+    async with process(keys) as mount:
+        await mount.nursery.start(mount.session.run)
+        member: Any = SimpleNamespace(**vars(mount), timeout_s=TTL_S)
+        member.changes = SimpleNamespace(content_listeners=[])
+        member.config = SimpleNamespace(mount=SimpleNamespace(cache_size=None))
+        member.nursery = SimpleNamespace(start_soon=lambda *work: late.append(work))
+        member.tree = SimpleNamespace(inodes={})
+        with closing(Contents(member, f"{memory}")) as contents:
+            await contents.pin_on_nodes(inode)
+            contents.let_go_on_nodes(inode.extent)
+            await contents.pin_on_nodes(inode)
+            ((work, *of_what),) = late
+            await work(*of_what)
+        assert await mount.engine.get(records.pin_key(inode.extent, mount.session.lease))
 
 
 @pytest.mark.parametrize("has_lease", [False, True], ids=["revoked", "key deleted"])

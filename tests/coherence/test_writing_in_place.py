@@ -1,6 +1,7 @@
 """Files that are written in place, and what other hosts of a cluster see of them."""
 
 import errno
+import fcntl
 import os
 import subprocess
 from pathlib import Path
@@ -8,6 +9,7 @@ from pathlib import Path
 import pytest
 from harness.clusters import MIB, Cluster
 from harness.errors import fails_with
+from harness.mountpoint import eventually
 from harness.patterns import pattern
 from harness.processes import Process, TakeProcess
 
@@ -267,6 +269,12 @@ def test_what_left_the_cache_of_its_writer_is_opened_without_a_change(
             with fails_with(errno.EFBIG):
                 own.open("r+b").close()
             own.open("wb").close()
+        with own.open("r+b") as file:
+            (pair[0] / "own").write_bytes(bytes(20 * MIB))
+            with fails_with(errno.EFBIG):
+                fcntl.flock(file, fcntl.LOCK_EX)
+        (pair[0] / "own").write_bytes(b"")
+        eventually(lambda: not cluster.pins(), "nothing is kept for who could not see it")
     finally:
         mount.terminate()
 

@@ -13,7 +13,7 @@ from contextlib import suppress
 
 from ...etcd.leases import LeaseEnded
 from ...files.extents import OPEN_FLAGS, ExtentStore, Pinned, look_for_room
-from ...kv import Delete, Put
+from ...kv import Conflict, Delete, Put
 from ...model.records import CONTENT_NUMBER_BITS, ContentId, pin_key
 from ...namespace import Inode, fail
 from ...observe.logs import log_failure
@@ -53,8 +53,8 @@ class Contents(ExtentStore, Pinned):
         self.sent: set[ContentId] = set()
         # Contents that were fetched for an open that `count_open` has not counted yet.
         self.uncounted: set[ContentId] = set()
-        # Contents that are pinned on their nodes.
-        self.on_nodes: set[ContentId] = set()
+        # Contents that are pinned on their nodes, with the revisions of their pins, 0: not known yet.
+        self.on_nodes: dict[ContentId, int] = {}
         self.kept_bytes = 0
         self.evictions = 0
         below = self.statvfs()
@@ -191,6 +191,7 @@ class Contents(ExtentStore, Pinned):
 
     def free(self, extent: ContentId) -> None:
         self.kept_bytes -= self._kept.pop(extent, 0)
+        self.let_go_on_nodes(extent)  # an open that failed may have left a pin
         for notes in (self.sent, self.uncounted, self.written_here):
             notes.discard(extent)
         place = self._places.pop(extent, None)
@@ -225,8 +226,7 @@ class Contents(ExtentStore, Pinned):
             self.give_up(extent)
             return
         os.rename(self._path_of_fetched(extent), super().path(extent))
-        self._kept[extent] = size
-        self.kept_bytes += size
+        self.keep(extent, size)
 
     def give_up(self, extent: ContentId, *, refused: bool = False) -> None:
         super().look_for_room(extent, refused=refused)
@@ -285,16 +285,12 @@ class Contents(ExtentStore, Pinned):
         newer version."""
         place = self._places.get(extent)
         if place is not None and not place.held:
-            holds = self._holds.get(place.store)
-            if holds is None:
-                holds = self._holds[place.store] = Holds(place.store)
             try:
-                place.hold(holds)
+                place.hold(self._holds.setdefault(place.store, Holds(place.store)))
             except FileNotFoundError:
                 self.lose(extent)
                 raise fail(errno.ESTALE) from None
-        if extent:
-            self.counts[extent] = self.counts.get(extent, 0) + 1
+        super().pin(extent)
 
     def lend(self, extent: ContentId) -> None:
         """Note that a program may keep references to pages of a pinned content, in a pipe or a socket: the
@@ -309,8 +305,7 @@ class Contents(ExtentStore, Pinned):
             place = self._places.get(extent)
             if place is not None:
                 place.let_go()
-            if extent in self.on_nodes:
-                self.let_go_on_nodes(extent)
+            self.let_go_on_nodes(extent)
 
     def make_room(self, size: int) -> bool:
         """Evict unpinned contents until `size` more bytes may be kept and have room beside the working
@@ -337,8 +332,8 @@ class Contents(ExtentStore, Pinned):
         """Keep a file's content on its nodes until `let_go_on_nodes`. Return False if it is not the current
         one any more. Raises OSError."""
         content = inode.extent
-        self.on_nodes.add(content)
-        await self._put_pin(content)
+        self.on_nodes.setdefault(content, 0)
+        self.on_nodes[content] = await self._put_pin(content)
         current = self._member.tree.inodes.get(inode.ino)
         return current is not None and current.extent == content
 
@@ -347,25 +342,32 @@ class Contents(ExtentStore, Pinned):
         for content in [*self.on_nodes]:
             with log_failure(log.warning, "content %x is not pinned in the new session", content):
                 await self._member.session.wait_valid()
-                await self._put_pin(content)
-            if content not in self.on_nodes:
-                await self._unpin_on_nodes(content)
+                revision = await self._put_pin(content)
+                if content in self.on_nodes:
+                    self.on_nodes[content] = revision
+                else:
+                    await self._unpin_on_nodes(content, revision)
 
-    async def _put_pin(self, content: ContentId) -> None:
-        session, is_put = self._member.session, False
-        while not is_put:
+    async def _put_pin(self, content: ContentId) -> int:
+        session, replica = self._member.session, self._member.replica
+        while True:
             await session.wait_valid(self._member.timeout_s)
             put = Put(pin_key(content, session.lease), b"", session.lease)
-            with suppress(LeaseEnded):
-                is_put = await self._member.replica.attempt([session.compare()], [put])
+            try:
+                return await replica.transact([session.compare()], [put])
+            except (Conflict, LeaseEnded):
+                await replica.barrier()
 
     def let_go_on_nodes(self, content: ContentId) -> None:
         """Give a content's pin on the nodes up unless the content is open."""
-        if content not in self.counts:
-            self._member.nursery.start_soon(self._unpin_on_nodes, content)
+        if content in self.on_nodes and content not in self.counts:
+            revision = self.on_nodes.pop(content)
+            self._member.nursery.start_soon(self._unpin_on_nodes, content, revision)
 
-    async def _unpin_on_nodes(self, content: ContentId) -> None:
-        self.on_nodes.discard(content)
-        with log_failure(log.info, "content %x stays pinned until this session ends", content):
-            key = pin_key(content, self._member.session.lease)
-            await self._member.engine.transact((), (Delete(key),))
+    async def _unpin_on_nodes(self, content: ContentId, revision: int) -> None:
+        key = pin_key(content, self._member.session.lease)
+        # Whoever opens the content meanwhile puts the pin anew, with another revision.
+        conditions = [(key, revision)] if revision else []
+        text = "content %x stays pinned until this session ends"
+        with suppress(Conflict), log_failure(log.info, text, content):
+            await self._member.engine.transact(conditions, [Delete(key)])

@@ -12,6 +12,7 @@ and sockets. So before such a program opens a content, its file is marked (node/
 
 import fcntl
 import os
+from contextlib import suppress
 
 from ...files.extents import LENT_NS, OWN_FILE, look_for_room
 from ...model.records import ContentId
@@ -33,11 +34,10 @@ class Holds:
         if self._fd < 0:
             return
         try:
-            for name in os.listdir(self._fd):
-                os.unlink(name, dir_fd=self._fd)
-            os.rmdir(self._directory)
-        except FileNotFoundError:
-            pass  # the store is gone
+            with suppress(FileNotFoundError):  # the store is gone
+                for name in os.listdir(self._fd):
+                    os.unlink(name, dir_fd=self._fd)
+                os.rmdir(self._directory)
         finally:
             os.close(self._fd)
             self._fd = -1
@@ -65,12 +65,11 @@ class Holds:
             os.mkdir(directory, 0o700)
             fd = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
             try:
-                fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                # Before it was locked, the node may have removed it as that of a mount that has ended.
-                if os.path.samestat(os.stat(directory), os.fstat(fd)):
-                    self._directory, self._fd = directory, fd
-            except (BlockingIOError, FileNotFoundError):
-                pass
+                with suppress(BlockingIOError, FileNotFoundError):
+                    fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                    # Before it was locked, the node may have removed it as that of a mount that has ended.
+                    if os.path.samestat(os.stat(directory), os.fstat(fd)):
+                        self._directory, self._fd = directory, fd
             finally:
                 if self._fd != fd:
                     os.close(fd)
@@ -85,9 +84,8 @@ class Place:
     def __init__(self, store: str, extent: ContentId, *, is_incoming: bool) -> None:
         self.store = store
         self.is_incoming = is_incoming
-        self.path = (
-            f"{store}/incoming/{extent:x}" if is_incoming else f"{store}/extents/{extent:x}.0"
-        )
+        name = f"incoming/{extent:x}" if is_incoming else f"extents/{extent:x}.0"
+        self.path = f"{store}/{name}"
         self._second_name = f"{extent:x}"
         self.held = ""
         self.is_lent = False
@@ -137,7 +135,5 @@ def _mark_lent(file: str | int) -> None:
 
 
 def _unlink(path: str) -> None:
-    try:
+    with suppress(FileNotFoundError):
         os.unlink(path)
-    except FileNotFoundError:
-        pass

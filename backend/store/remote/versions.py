@@ -101,7 +101,7 @@ class Versions:
                     # The members that should have it do not: they are about to notice that.
                     await trio.sleep(_LOOK_AGAIN_S)
             finally:
-                if lets_go and inode.extent in contents.on_nodes:
+                if lets_go:
                     contents.let_go_on_nodes(inode.extent)
 
     def count_open(self, extent: ContentId) -> None:
