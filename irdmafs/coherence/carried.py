@@ -4,6 +4,7 @@ the reads and writes that do not pass through."""
 import errno
 import os
 from collections.abc import Callable
+from typing import Final
 
 from ..backend.files.extents import when_unlocked
 from ..backend.files.sparse import segments
@@ -15,6 +16,9 @@ from .host import Host, OnHost
 from .in_place import InPlace
 from .nodes import Handle, Node
 from .publishing import Publisher
+
+# After these errors of copy_file_range(2) programs read and write.
+_COPIED_OTHERWISE: Final = (errno.EINVAL, errno.EOPNOTSUPP, errno.EXDEV)
 
 
 class Carried(OnHost):
@@ -59,26 +63,29 @@ class Carried(OnHost):
             while written < len(view):
                 written += os.pwrite(fd, view[written:], offset + written)
 
-        handle.since = None
         try:
-            await self._in_place.change(content, write, handle.node)
+            await self.change(handle, write, writes=True)
         except OSError:
-            # A half-written content must not be published when its writer closes the file.
-            if content.state is State.REPLACING:
-                self._table.give_up(content)
             if not written:
                 raise
         self.bytes += written
         return written
 
-    async def change(self, handle: Handle, change: Callable[[int], None]) -> None:
-        """Call `change` with a descriptor of the content's file, for a request of a handle."""
+    async def change(
+        self, handle: Handle, change: Callable[[int], None], *, writes: bool = False
+    ) -> None:
+        """Call `change` with a descriptor of the content's file, for a request of a handle. If it `writes`
+        and fails, a private content is given up: half of a version must not be published."""
         content = handle.content
         assert content is not None
-        if content.state is State.REPLACING:
-            content.touch()  # also if this is refused
-        await self._in_place.change(content, change, handle.node)
         handle.since = None
+        try:
+            await self._in_place.change(content, change, handle.node)
+        except OSError as error:
+            is_over = writes and error.errno not in _COPIED_OTHERWISE
+            if is_over and content.state is State.REPLACING:
+                self._table.give_up(content, refused=error.errno or 0)
+            raise
 
     def refuse_growth(self, ino: int, fd: int, offset: int, length: int) -> None:
         """Raise OSError EDQUOT if an extent of the file may not grow by so many bytes."""

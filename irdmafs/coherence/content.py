@@ -74,12 +74,12 @@ class Content:
     when it began to be written. `moved`: its stamp and the time of its last change when its file got
     another number, as the file's own time of change moves then as if it were written. `mapped`: a program
     could map it for writing. `whole`: every writer began with an empty file, so a writer that is killed
-    publishes nothing.
+    publishes nothing. `refused`: the error of a write for which it was given up, else 0.
     """
 
     __slots__ = (
         "awaited", "base", "begun", "dirty", "extent", "fd", "holds", "ino", "leaves", "leaving", "lock",
-        "mapped", "moved", "opens", "preparing", "seen", "state", "whole", "writers",
+        "mapped", "moved", "opens", "preparing", "refused", "seen", "state", "whole", "writers",
     )  # fmt: skip
 
     def __init__(self, inode: Inode, *, replaces: bool = False) -> None:
@@ -89,7 +89,7 @@ class Content:
         self.extent = inode.extent
         self.fd = -1
         self.holds = self.opens = self.writers = 0
-        self.leaving = self.preparing = self.awaited = 0
+        self.leaving = self.preparing = self.awaited = self.refused = 0
         self.leaves = self.dirty = self.mapped = self.whole = False
         self.seen: Stamp | None = None
         self.begun: Stamp | None = None
@@ -199,9 +199,10 @@ class Content:
         if not self.state.ended:
             self._become(State.OVERTAKEN if self.state.writable else State.SUPERSEDED)
 
-    def give_up(self) -> None:
-        """Be given up by its writer."""
+    def give_up(self, refused: int) -> None:
+        """Be given up by its writer, or as a write was refused with this error."""
         self._become(State.GIVEN_UP)
+        self.refused = refused
 
     def rest(self) -> None:
         """Be the version's again: nobody has it open, and it is unchanged."""

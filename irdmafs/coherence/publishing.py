@@ -56,7 +56,7 @@ class Publisher(OnHost):
             await detach()
             async with content.locked():
                 pass
-        handle.aborted = content.state is State.GIVEN_UP
+        handle.aborted = self._table.is_given_up(handle, content)
         if handle.aborted or (content.state.ended and not self._table.is_written(content)):
             return
         if content.whole or content.seen is None:
@@ -73,8 +73,6 @@ class Publisher(OnHost):
             is_empty = content.seen is None and not self._table.is_written(content)
             if is_empty and await self._has_duplicate(pid, content.ino):
                 return
-            if content.state is State.REPLACING and not handle.node.cached:
-                self._table.refuse_gaps(handle, content)
         changed = self._table.is_changed(handle, content)
         if not changed and not self._is_to_be_compared(content):
             if inode.maker and not (await self._processes.of(pid)).killed_by_signal():
@@ -147,15 +145,13 @@ class Publisher(OnHost):
     async def fsync(self, handle: Handle) -> None:
         """Carry out fsync(2): publish everything written so far; the descriptor stays open."""
         content = handle.content
-        if content is None or not handle.writing or content.state is State.GIVEN_UP:
+        if content is None or not handle.writing or self._table.is_given_up(handle, content):
             return
         inode = self._inodes[content.ino]
         if self._store.sends and not (inode.nlink or inode.maker):
             return  # nobody else can open it
         if content.state.ended and not self._table.is_written(content):
             return
-        if content.state is State.REPLACING and not handle.node.cached:
-            self._table.refuse_gaps(handle, content)
         changed = self._table.is_changed(handle, content)
         if not self._store.sends:
             # There is no other copy, but processes that wait for versions must be told of this one.

@@ -14,7 +14,7 @@ from typing import Final
 from ..backend.model.records import ContentId
 from ..backend.namespace import Inode, fail
 from ..backend.store.api import Store
-from .content import Content, Stamp
+from .content import Content, Stamp, State
 from .nodes import Handle
 
 # The unit of st_blocks.
@@ -112,14 +112,20 @@ class ContentTable:
             return True
         return not surely and self._grain_ns > 0 and self._may_share_a_tick(content, status)
 
-    def refuse_gaps(self, handle: Handle, content: Content) -> None:
-        """Raise OSError ENOSPC, and have nothing of a private content published, if the kernel may have
-        refused a write to it: the store is full, or was found so since. Also such a write moves a time."""
-        full_ns = self.store.extents.look_for_room(content.extent)
-        was_full = content.begun is not None and content.begun[1] <= full_ns
-        if was_full and (self._grain_ns > 0 or self.is_written(content)):
+    def is_given_up(self, handle: Handle, content: Content) -> bool:
+        """Return whether a content was given up by its writer. Raises OSError, and has nothing of a private
+        one published, if a write to it was refused, or the kernel may have refused one: the store is full,
+        or was found so since. Also such a write moves a time."""
+        refused = content.refused
+        if content.state is State.REPLACING and not handle.node.cached:
+            full_ns = self.store.extents.look_for_room(content.extent)
+            was_full = content.begun is not None and content.begun[1] <= full_ns
+            if was_full and (self._grain_ns > 0 or self.is_written(content)):
+                refused = errno.ENOSPC
+        if refused:
             handle.aborted = True
-            raise fail(errno.ENOSPC, "the store is full; the version before stays")
+            raise fail(refused, "a write was refused; the version before stays")
+        return content.state is State.GIVEN_UP
 
     def _may_share_a_tick(self, content: Content, status: os.stat_result | None = None) -> bool:
         """Return whether a write after the publication may have left the times unchanged."""
@@ -263,9 +269,9 @@ class ContentTable:
         content.supersede()
         self._end(content)
 
-    def give_up(self, content: Content) -> None:
-        """Never publish a content that is being written."""
-        content.give_up()
+    def give_up(self, content: Content, *, refused: int = 0) -> None:
+        """Never publish a content that is being written, to which a write may have been `refused`."""
+        content.give_up(refused)
         self._end(content)
 
     def _end(self, content: Content) -> None:

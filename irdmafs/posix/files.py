@@ -255,7 +255,7 @@ class Files(Part):
                     self._cache.carried.refuse_growth(target.node.ino, out, off_out, there)
                     copied = os.copy_file_range(fd, out, length, off_in, off_out)
 
-        await self._cache.carried.change(target, change)
+        await self._cache.carried.change(target, change, writes=True)
         if copied:
             self._atimes.read(self._inodes[source.ino])
         return copied

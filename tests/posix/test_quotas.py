@@ -44,17 +44,16 @@ def counted(directory: Path) -> tuple[int, int]:
 
 def write(path: Path, size: int, flags: int = os.O_CREAT | os.O_TRUNC) -> str:
     """The error of the call that failed: open, write or close."""
+    call, left = "open", size
     try:
         fd = os.open(path, flags | os.O_WRONLY, 0o644)
-    except OSError as error:
-        return f"open {errno.errorcode[error.errno or 0]}"
-    try:
-        left = size
+        call = "write"
         while left:
             left -= os.write(fd, bytes(min(left, MIB)))
     except OSError as error:
-        os.close(fd)
-        return f"write {errno.errorcode[error.errno or 0]}"
+        if call == "write":
+            os.close(fd)
+        return f"{call} {errno.errorcode[error.errno or 0]}"
     return f"close {error_of(lambda: os.close(fd))}"
 
 
@@ -131,6 +130,20 @@ def test_a_version_that_does_not_fit_is_not_published_and_the_one_before_stays(
     file.write_bytes(b"")
     assert used(folder)[1] == 0
     assert write(folder / "other", 1) == "close ok"
+
+
+def test_a_copy_that_does_not_fit_leaves_the_version_before(folder: Path, file: Path) -> None:
+    (folder / "source").write_bytes(bytes(2 * MIB))
+    file.write_bytes(b"before")
+    limit(folder, size="3M")
+    fd = os.open(file, os.O_WRONLY | os.O_TRUNC)
+    with (folder / "source").open("rb") as source, fails_with(errno.EDQUOT):
+        while os.copy_file_range(source.fileno(), fd, MIB):
+            pass
+    for call in (os.fsync, os.close):
+        with fails_with(errno.EDQUOT):
+            call(fd)
+    assert file.read_bytes() == b"before"
 
 
 def test_what_does_not_fit_behind_a_file_is_not_kept(folder: Path, file: Path) -> None:
@@ -210,9 +223,7 @@ def test_statfs_shows_what_the_quota_leaves(folder: Path) -> None:
         assert found.f_bavail * found.f_frsize == found.f_bfree * found.f_frsize == 7 * MIB
         assert (found.f_files, found.f_ffree) == (100, 99)
     assert os.statvfs(folder.parent).f_blocks == whole.f_blocks
-    shown = subprocess.run(
-        ["df", "--output=size", "-B1", folder], capture_output=True, text=True, check=True
-    ).stdout
+    shown = subprocess.check_output(["df", "--output=size", "-B1", folder])
     assert int(shown.split()[-1]) == 10 * MIB
 
 

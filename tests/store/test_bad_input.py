@@ -164,12 +164,15 @@ def test_a_file_without_room_for_its_content_gets_no_name(new_mount: NewMount) -
 
 @pytest.mark.kernel_session("pyfuse3 does not hand fallocate on")
 def test_room_that_is_not_there_is_not_reserved(new_mount: NewMount) -> None:
-    mount = new_mount(store_size="24m")
-    with (mount.path / "file").open("wb") as file:
+    path = new_mount(store_size="24m").path / "file"
+    with path.open("wb") as file:
         with fails_with(errno.ENOSPC):
             os.posix_fallocate(file.fileno(), 0, 32 << 20)
         os.posix_fallocate(file.fileno(), 0, 4 << 20)
-    assert (mount.path / "file").stat().st_size == 4 << 20
+    assert path.stat().st_size == 4 << 20
+    with path.open("wb") as file, fails_with(errno.ENOSPC):
+        os.posix_fallocate(file.fileno(), 0, 32 << 20)
+    assert path.stat().st_size == 0
 
 
 # -- a damaged store -------------------------------------------------------------------------
