@@ -215,8 +215,7 @@ class Quotas:
         before = self._charges.pop(ino, _NOTHING)
         for sign, one in ((-1, before), (1, charge)):
             for quota in one.quotas:
-                usage = self.usages.get(quota)
-                if usage is not None:
+                if (usage := self.usages.get(quota)) is not None:
                     usage.inodes += sign
                     usage.bytes += sign * one.bytes
         if charge.quotas:

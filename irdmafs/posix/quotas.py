@@ -24,8 +24,7 @@ async def may_set(uid: int, pid: int, processes: Processes) -> bool:
 
 def used(namespace: Namespace, directory: int, name: bytes) -> bytes:
     """Return what is charged to a directory. Raises OSError ENODATA for one without a quota."""
-    usage = namespace.quotas.usages.get(directory)
-    if usage is None:
+    if (usage := namespace.quotas.usages.get(directory)) is None:
         raise fail(errno.ENODATA)
     return b"%d" % (usage.bytes if name == USED_BYTES else usage.inodes)
 

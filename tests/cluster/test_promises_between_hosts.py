@@ -122,6 +122,9 @@ def test_a_new_file_whose_writers_are_killed_stays_on_its_host_only(
     assert not is_seen(other / "file")
     with pytest.raises(FileExistsError):
         (other / "file").touch(exist_ok=False)
+    os.setxattr(one, "user.irdmafs.quota_inodes", b"1")
+    for place in makers:
+        assert os.getxattr(place, "user.irdmafs.quota_used_inodes") == b"1"
     with (one / "file").open("a") as file:
         file.write("\n")
     assert (other / "file").read_text() == text + "\n"

@@ -1,6 +1,5 @@
 """The ways of docs/weight-sync.md to hand models in several files from one host to another."""
 
-import fcntl
 import json
 import os
 import select
@@ -10,9 +9,7 @@ from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
-import pytest
 from harness.beside import beside
-from harness.mountpoint import can_be_opened
 
 STEPS = 10
 KEPT = 3
@@ -94,16 +91,3 @@ def test_a_worker_is_told_by_a_pointer_to_a_whole_directory(here: Path, there: P
                 poll = select.poll()
                 poll.register(pointer, select.POLLPRI)
                 assert seen == STEPS or poll.poll(30_000)
-
-
-def test_a_step_that_a_worker_holds_is_not_removed(here: Path, there: Path) -> None:
-    save(here / "step-1", 1)
-    (here / "step-1" / "in-use").touch()
-    with (there / "step-1" / "in-use").open() as held, (here / "step-1" / "in-use").open() as mine:
-        fcntl.flock(held, fcntl.LOCK_SH)
-        with pytest.raises(BlockingIOError):
-            fcntl.flock(mine, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        held.close()
-        fcntl.flock(mine, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        remove(here / "step-1")
-    assert not can_be_opened(there / "step-1")
