@@ -28,7 +28,7 @@ from harness.processes import NOBODY, Process, TakeProcess
 from harness.programs import breakable
 from harness.roce import find_ways
 from harness.scenarios import AsOnTmpfs, outcomes
-from harness.scratch import scratch, sweep, tmpfs_on
+from harness.scratch import mounted_on, scratch, sweep
 from harness.tiers import Tier, running, tier_of
 from harness.training_runs import hurry
 from hypothesis import settings
@@ -233,7 +233,7 @@ def small_tmpfs(memory: Path) -> Iterator[Path]:
         pytest.skip("mounting a small tmpfs needs root")
     path = memory / "small"
     path.mkdir()
-    with tmpfs_on(path, "size=16m"):
+    with mounted_on(path, "size=16m"):
         yield path
 
 

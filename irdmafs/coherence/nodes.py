@@ -17,6 +17,8 @@ from .content import Content, Stamp
 # A node's id is its inode's number, with a number of the node's own in the bits above, which are free.
 INO_BITS = 48
 _EXTRA_IDS_MAX = (1 << 64 - INO_BITS) - 1
+# Of a node: an open that is looked up again comes by one of the last ones.
+_NAMES_MAX = 8
 
 
 @dataclass(slots=True, eq=False, repr=False)
@@ -42,13 +44,24 @@ class Node:
     read_ns: int = 0
     # The privileges of the file (see posix/permissions.py) that the kernel knows of.
     told: int = 0
-    # The directory and name by which the kernel last found it.
-    name: tuple[int, bytes] | None = None
+    # The directories and names by which the kernel found it, the last one first.
+    names: tuple[tuple[int, bytes], ...] = ()
+
+    @property
+    def name(self) -> tuple[int, bytes] | None:
+        """Return the directory and name by which the kernel last found it."""
+        return self.names[0] if self.names else None
 
     @property
     def is_bound(self) -> bool:
         """Return whether it stands for its present content and no other."""
         return bool(self.opens or self.promised)
+
+    def be_found(self, name: tuple[int, bytes]) -> None:
+        """Note the directory and name by which the kernel finds it."""
+        if name != self.name:
+            others = (known for known in self.names if known != name)
+            self.names = (name, *others)[:_NAMES_MAX]
 
     def __repr__(self) -> str:
         return f"<Node {self.id} ino={self.ino} opens={self.opens} {self.content}>"
@@ -105,27 +118,22 @@ class NodeTable:
         # The node of each inode, and of one that has several the one that lookups lead to.
         self.main: dict[int, Node] = {}
         # All nodes of inodes that have several.
-        self._siblings: dict[int, set[Node]] = {}
+        self.siblings: dict[int, set[Node]] = {}
         # Tell whether the kernel knows an inode, to which descriptors that never opened it (O_PATH) may
         # refer, and whether it has several nodes.
         self.has_nodes = self.main.__contains__
-        self.has_siblings = self._siblings.__contains__
+        self.has_siblings = self.siblings.__contains__
         root = self.add(self._inodes[ROOT_INO])
         root.lookups = 1
         assert root.id == ROOT_INO
 
     def get(self, node_id: int) -> tuple[Node, Inode]:
-        """Return a node and its inode. Raises OSError: ESTALE if either is gone, EIO if the inode is
-        damaged."""
-        node = self.by_id.get(node_id)
-        if node is None:
-            raise fail(errno.ESTALE)
-        if node.ino in self._damaged:
-            raise damaged(node.ino)
-        return node, self._inodes[node.ino]
+        """Return a node and its inode. Raises OSError as `inode_of` does."""
+        inode = self.inode_of(node_id)
+        return self.by_id[node_id], inode
 
     def inode_of(self, node_id: int) -> Inode:
-        """Return a node's inode. Raises OSError as `get` does."""
+        """Return a node's inode. Raises OSError: ESTALE if either is gone, EIO if the inode is damaged."""
         node = self.by_id.get(node_id)
         if node is None:
             raise fail(errno.ESTALE)
@@ -136,14 +144,10 @@ class NodeTable:
     def directory(self, node_id: int) -> Inode:
         """Return the inode of a directory in which names are to be listed or changed. Raises OSError EPERM
         for a private view of it, and ESTALE."""
-        node = self.by_id.get(node_id)
-        if node is None:
-            raise fail(errno.ESTALE)
-        if node_id != node.ino:
+        inode = self.inode_of(node_id)
+        if node_id != inode.ino:
             raise fail(errno.EPERM)
-        if node_id in self._damaged:
-            raise damaged(node_id)
-        return self._inodes[node_id]
+        return inode
 
     def private_view(self, directory: Inode) -> Node:
         """Return the node of the private view of a directory, another one than its own."""
@@ -163,7 +167,7 @@ class NodeTable:
         self.by_id[node_id] = node
         main = self.main.setdefault(inode.ino, node)
         if main is not node:
-            self._siblings.setdefault(inode.ino, {main}).add(node)
+            self.siblings.setdefault(inode.ino, {main}).add(node)
         return node
 
     def numbered(self, inode: Inode) -> Node:
@@ -172,14 +176,9 @@ class NodeTable:
 
     def of(self, ino: int) -> Collection[Node]:
         """Return every node of an inode."""
-        if ino in self._siblings:
-            return [*self._siblings[ino]]
+        if ino in self.siblings:
+            return [*self.siblings[ino]]
         return (self.main[ino],) if ino in self.main else ()
-
-    def count(self, ino: int) -> int:
-        """Return how many nodes an inode has."""
-        siblings = self._siblings.get(ino)
-        return len(siblings) if siblings is not None else ino in self.main
 
     def in_use(self, ino: int) -> bool:
         """Return whether the inode must outlive its last name: it is open, or about to be opened."""
@@ -187,10 +186,8 @@ class NodeTable:
 
     def forget(self, node_id: int, lookups: int) -> None:
         node = self.by_id.get(node_id)
-        if node is None or node.id == ROOT_INO:
-            return
-        node.lookups -= lookups
-        if node.lookups <= 0:
+        if node is not None and node.id != ROOT_INO:
+            node.lookups -= lookups
             self.drop_unused(node)
 
     def drop_unused(self, node: Node) -> None:
@@ -200,7 +197,7 @@ class NodeTable:
         if self.by_id.get(node.id) is not node:
             return
         del self.by_id[node.id]
-        siblings = self._siblings.get(node.ino)
+        siblings = self.siblings.get(node.ino)
         if siblings is None:
             del self.main[node.ino]
         else:
@@ -208,14 +205,14 @@ class NodeTable:
             if self.main[node.ino] is node:
                 self.main[node.ino] = next(iter(siblings))
             if len(siblings) == 1:
-                del self._siblings[node.ino]
+                del self.siblings[node.ino]
         self._dropped(node)
 
     def renamed(self, ino: int, old: tuple[int, bytes], new: tuple[int, bytes]) -> None:
         """Note that the kernel moved its name of an inode, and does not look it up again."""
         for node in self.of(ino):
-            if node.name == old:
-                node.name = new
+            if old in node.names:
+                node.be_found(new)
 
     def open(self, node: Node, content: Content | None, flags: int, pid: int) -> Handle:
         handle = Handle(self._next_fh, node, content, flags, pid)

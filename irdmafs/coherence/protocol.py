@@ -61,7 +61,6 @@ class Coherence:
 
     def entry(self, answer: Answer, parent: int, name: bytes, node: Node, inode: Inode) -> None:
         """Set how long a name holds that was looked up, and the attributes of the node that it leads to."""
-        node.name = (parent, name)
         if self._cache.routes.names_are_stable(inode.ino):
             answer.entry_timeout = _FOREVER_S
         if not self._cache.looks.changes_unnoticed(node):
@@ -75,7 +74,6 @@ class Coherence:
         if node.lookups > 1:  # it had the inode before, as one that gets a further name
             self.entry(answer, parent, name, node, inode)
             return
-        node.name = (parent, name)
         answer.entry_timeout = _FOREVER_S
         if node.content is None or not node.content.mapped:
             answer.attr_timeout = _FOREVER_S
@@ -98,7 +96,6 @@ class Coherence:
 
     def listed(self, answer: Answer, name: Name, node: Node, inode: Inode, valid_s: float) -> None:
         """Set how long a listed name holds, and the attributes of the node that it leads to."""
-        node.name = name
         if not self._cache.looks.changes_unnoticed(node):
             answer.attr_timeout = valid_s
         if self._may_be_believed(name, inode):

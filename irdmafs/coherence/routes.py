@@ -102,14 +102,16 @@ class Routes(OnHost):
 
     def unkept(self, pid: int, name: Name, inode: Inode | None) -> Promise | None:
         """Return the promise to a thread that comes again by a name which leads to another file by now. The
-        kernel does not tell by which name an open comes: the file may have several, or have lost it."""
+        kernel does not tell by which name an open comes: the file may have several, or have lost it. A name
+        that never led to the file is that of one on which it is mounted."""
         promise = self.promises.get((pid, 0)) if pid else None
         if promise is None or promise.looked_up or promise.is_old:
             return None
-        if inode is None or promise.content.ino != inode.ino:
-            return promise
-        promise.name = name
-        return None
+        if inode is not None and promise.content.ino == inode.ino:
+            promise.name = name
+            return None
+        node = promise.came_to
+        return promise if node is None or name in node.names else None
 
     def follow(self, pid: int, name: Name, inode: Inode) -> None:
         """Have a thread's open be promised the file that its name means now. One with O_RDONLY | O_TRUNC

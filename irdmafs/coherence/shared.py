@@ -77,8 +77,8 @@ class Shared(Coherence):
         """Let the kernel believe nothing: others may have changed the attributes since."""
 
     def entry(self, answer: Answer, parent: int, name: bytes, node: Node, inode: Inode) -> None:
+        self._kernel_names.found((parent, name), inode)
         if not self._cache.routes.names_are_stable(inode.ino):
-            self._kernel_names.found((parent, name), inode)
             return
         # Looking up a subdirectory does not count as a use of its parent.
         valid_s = self._freshness.believable_s(parent, used=not inode.is_dir)
@@ -87,8 +87,6 @@ class Shared(Coherence):
         if valid_s and self._kernel.can_forget:
             self._believe_entry(answer, (parent, name), node, inode, valid_s)
         else:
-            node.name = (parent, name)
-            self._kernel_names.found(node.name, inode)
             self.attributes(answer, node, inode)
 
     def _believe_entry(
@@ -96,8 +94,6 @@ class Shared(Coherence):
     ) -> None:
         """Have the kernel, which can forget them, believe a name for so long, and the attributes of its
         node."""
-        node.name = name
-        self._kernel_names.found(name, inode)
         answer.entry_timeout = valid_s
         if inode.more or inode.parent != name[0]:
             self._beliefs.say(inode.ino, valid_s, name, attributes=False)
@@ -118,15 +114,14 @@ class Shared(Coherence):
             self.attributes(answer, node, inode)  # no other host can have changed them
         if not self._cache.routes.names_are_stable(inode.ino):
             return
-        node.name = (parent, name)
-        self._kernel_names.found(node.name, inode)
+        self._kernel_names.found((parent, name), inode)
         valid_s = self._freshness.believable_s(parent, used=False)
         if not valid_s or not self._kernel.can_forget:
             return
         # Others may have changed it again while they were waited for.
         if self.namespace.leads_to(parent, name, inode.ino):
             answer.entry_timeout = valid_s
-            self._beliefs.say(inode.ino, valid_s, node.name, attributes=False)
+            self._beliefs.say(inode.ino, valid_s, (parent, name), attributes=False)
 
     def missing_s(self, parent: Inode, name: bytes, pid: int) -> float | None:
         if (
@@ -148,6 +143,7 @@ class Shared(Coherence):
 
     def listed(self, answer: Answer, name: Name, node: Node, inode: Inode, valid_s: float) -> None:
         if valid_s and self._may_be_believed(name, inode):
+            self._kernel_names.found(name, inode)
             self._believe_entry(answer, name, node, inode, valid_s)
 
     # -- what lookups and opens come to ------------------------------------------------------------

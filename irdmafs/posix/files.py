@@ -137,6 +137,7 @@ class Files(Part):
         node.lookups += 1
         answer = self._metadata.describe(node, inode, is_new=True)
         if name is not None:
+            node.be_found(name)
             self._coherence.made(answer, *name, node, inode, ctx.pid)
         else:
             self._coherence.changed(answer, node)

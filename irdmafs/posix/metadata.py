@@ -81,6 +81,7 @@ class Metadata(Operations):
         then holds one more reference to the node."""
         node = self._cache.routes.node_of(inode, pid)
         node.lookups += 1
+        node.be_found((parent, name))
         answer = self.describe(node, inode)
         if is_made:
             self._coherence.made(answer, parent, name, node, inode, pid)

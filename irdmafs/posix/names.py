@@ -288,6 +288,7 @@ class Names(Part):
                 self._nodes.drop_unused(node)
                 return
             node.lookups += 1
+            node.be_found((directory, name))
 
     def listed(self, fh: int, start_id: int) -> Iterator[tuple[int, int, bytes, int]]:
         """Yield names without attributes: number of the inode, id of the name after it, name, mode."""

@@ -56,7 +56,7 @@ class Since(Part):
         if not _is_link(directory, name):
             return None
         link = self._link(directory, name)
-        if self._nodes.count(link.ino) >= _NODES_MAX:
+        if len(self._nodes.siblings.get(link.ino, ())) >= _NODES_MAX:
             raise fail(errno.EAGAIN)
         node = self._nodes.add(link)
         node.lookups += 1

@@ -26,7 +26,7 @@ from harness.mountpoint import (
 )
 from harness.network import run as run_checked
 from harness.processes import AS_NOBODY_WHO_OPENS_ALL, Process, Program, has_ended
-from harness.scratch import tmpfs_on
+from harness.scratch import mounted_on
 from test_commands import mounted, own
 
 from irdmafs.__main__ import _interrupts_end_silently
@@ -130,14 +130,14 @@ def test_nobody_else_may_write_to_a_store(own: Mount) -> None:
 
 
 def test_a_read_only_store_is_one_clear_line(own: Mount) -> None:
-    with tmpfs_on(own.store, "ro"):
+    with mounted_on(own.store, "ro"):
         assert "its filesystem is read-only" in one_line(own.try_mount())
         done = irdmafs("mount", own.path, "--store", own.store / "below")
         assert "read-only" in one_line(done)
 
 
 def test_a_full_store_is_one_clear_line(own: Mount) -> None:
-    with tmpfs_on(own.store, "size=64k"):
+    with mounted_on(own.store, "size=64k"):
         with (
             contextlib.suppress(OSError),
             (own.store / "extents").open("wb", buffering=0) as filler,
@@ -220,7 +220,7 @@ def test_a_command_in_a_removed_directory_says_so(tmp_path: Path, words: tuple[s
 def test_a_mount_that_has_another_below_it_names_that(mounted: Mount, tmp_path: Path) -> None:
     below = mounted.path / "below"
     below.mkdir()
-    with tmpfs_on(below):
+    with mounted_on(below):
         line = one_line(irdmafs("umount", mounted.path))
         assert f"is busy; {below} is mounted below it: unmount that first" in line
 

@@ -18,7 +18,7 @@ import pytest
 import trio
 import trio.testing
 from harness.etcd_server import EtcdKeys, EtcdServer
-from harness.scratch import tmpfs_on
+from harness.scratch import mounted_on
 from harness.seeds import chosen_seed
 from harness.store_nodes import Cluster, Node, Watcher, Writer, cluster
 
@@ -756,7 +756,7 @@ async def test_who_waits_for_an_ended_session_stops_in_order(
 async def test_node_without_room_does_not_keep_others_from_writing(
     keys: EtcdKeys, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    with tmpfs_on(tmp_path, "size=1m"):
+    with mounted_on(tmp_path, "size=1m"):
         async with watched(keys, 1) as (made, watcher, writer, _):
             for _ in range(16):
                 await writer.publish(random.randbytes(300_000))

@@ -20,7 +20,7 @@ from harness.clusters import Cluster, ClusterMount, Plan, counters, status_at
 from harness.daemons import paused
 from harness.mountpoint import Mount, eventually
 from harness.processes import TakeProcess
-from harness.scratch import tmpfs_on
+from harness.scratch import mounted_on
 
 ROUNDS = 12
 # Longer than a busy machine stops a host, and yet to be waited for once.
@@ -488,7 +488,7 @@ def test_what_is_mounted_on_a_directory_stays_when_others_change_what_was_believ
     one, other = believing
     (one / "place").mkdir()
     os.stat(other / "place")
-    with tmpfs_on(other / "place"):
+    with mounted_on(other / "place"):
         (one / "kept").unlink()
         eventually(lambda: not exists(other / "kept"), "the kernel asks again")
         assert os.path.ismount(other / "place")

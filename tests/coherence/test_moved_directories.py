@@ -76,7 +76,7 @@ def moves(locks: KernelLocks) -> Moves:
 
 
 def node_in(parent: int) -> Node:
-    return Node(50, 50, name=(parent, b"name"))
+    return Node(50, 50, names=((parent, b"name"),))
 
 
 def run(waiting: Callable[..., Awaitable[None]], *arguments: object) -> None:

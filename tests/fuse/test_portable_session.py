@@ -1,13 +1,14 @@
 """The portable session knows that a writer has gone, although the release waits behind reads."""
 
 import os
-import subprocess
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 from harness.mountpoint import Mount
+from harness.network import CommandFailed
 from harness.processes import Process
+from harness.scratch import mounted_on
 
 SIZE = 8 << 20
 VERSIONS = 40
@@ -42,17 +43,13 @@ def mount() -> Iterator[Mount]:
 
 def read_ahead_at_most(mount: Mount, requests: int, folder: Path) -> None:
     """Have the kernel keep more requests of this mount waiting for which no program waits."""
-    done = subprocess.run(
-        ["mount", "-t", "fusectl", "none", folder], capture_output=True, text=True
-    )
-    if done.returncode:
-        pytest.skip(f"the kernel's limits of a mount cannot be seen: {done.stderr}")
     try:
-        limits = folder / str(os.minor(mount.path.stat().st_dev))
-        for name in ("max_background", "congestion_threshold"):
-            (limits / name).write_text(str(requests))
-    finally:
-        subprocess.run(["umount", folder], check=True)
+        with mounted_on(folder, kind="fusectl"):
+            limits = folder / str(os.minor(mount.path.stat().st_dev))
+            for name in ("max_background", "congestion_threshold"):
+                (limits / name).write_text(str(requests))
+    except CommandFailed as error:
+        pytest.skip(f"the kernel's limits of a mount cannot be seen: {error}")
 
 
 def test_a_release_behind_reads_leaves_the_version_whole(mount: Mount, tmp_path: Path) -> None:

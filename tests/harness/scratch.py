@@ -39,9 +39,11 @@ def scratch() -> Iterator[Path]:
 
 
 @contextlib.contextmanager
-def tmpfs_on(path: str | Path, options: str = "rw") -> Iterator[Path]:
-    """Have a tmpfs with these mount options on a directory."""
-    run("mount", "-t", "tmpfs", "-o", options, "none", path)
+def mounted_on(
+    path: str | Path, options: str = "rw", *, kind: str = "tmpfs", source: str | Path = "none"
+) -> Iterator[Path]:
+    """Have a filesystem of this kind, with these mount options, on a path. Raises CommandFailed."""
+    run("mount", "-t", kind, "-o", options, source, path)
     try:
         yield Path(path)
     finally:

@@ -35,7 +35,7 @@ from harness.mountpoint import Mount
 from harness.network import CommandFailed
 from harness.network import run as run_checked
 from harness.processes import TakeProcess
-from harness.scratch import tmpfs_on
+from harness.scratch import mounted_on
 
 SESSIONS = EVERYWHERE
 STEPS = 400
@@ -122,7 +122,7 @@ def test_map_without_a_descriptor_keeps_its_extent(file: Path) -> None:
 def test_a_difference_is_found_and_shrunk_to_few_steps(tmpfs: Path, tmp_path: Path) -> None:
     """A tmpfs that is full after 64 KiB is the one that differs."""
     with (
-        tmpfs_on(tmp_path, "size=64k"),
+        mounted_on(tmp_path, "size=64k"),
         Pair([tmp_path], tmpfs, Leniency("plain"), times=False) as pair,
     ):
         for program in programs(1, Vocabulary(frozenset({"fork", "exec"}))):

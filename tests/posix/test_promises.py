@@ -10,7 +10,7 @@ from harness.cluster_mount import CLUSTER
 from harness.patterns import pattern
 from harness.processes import Process, TakeProcess
 from harness.scenarios import AsOnTmpfs
-from harness.scratch import tmpfs_on
+from harness.scratch import mounted_on
 
 SESSIONS = EVERYWHERE
 
@@ -115,7 +115,7 @@ def test_filesystem_on_a_directory_stays_when_a_file_with_two_names_is_published
 ) -> None:
     below = folder / "below"
     below.mkdir()
-    with tmpfs_on(below):
+    with mounted_on(below):
         (below / "inside").touch()
         write(folder / "file", 1, 64 * 1024)
         os.link(folder / "file", folder / "name")

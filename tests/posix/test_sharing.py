@@ -16,6 +16,7 @@ from harness.mountpoint import Mount, eventually
 from harness.patterns import pattern
 from harness.processes import Process, Program, TakeProcess
 from harness.scenarios import AsOnTmpfs
+from harness.scratch import mounted_on
 
 SESSIONS = EVERYWHERE
 
@@ -198,12 +199,15 @@ def test_without_isolation_an_overwrite_is_seen_at_once(
 
 
 @pytest.mark.kernel_session("only root can bind")
-def test_a_bind_mounted_file_shows_each_new_version(folder: Path, tmp_path: Path) -> None:
-    file, target = folder / "config", tmp_path / "config"
+@pytest.mark.parametrize("inside", [False, True])
+def test_a_bind_mounted_file_shows_each_new_version(
+    inside: bool, folder: Path, tmp_path: Path
+) -> None:
+    """Also if it covers another file of the same mount, which stays as it is."""
+    file, target = folder / "config", (folder if inside else tmp_path) / "covered"
     file.write_bytes(b"one")
     target.touch()
-    subprocess.run(["mount", "--bind", file, target], check=True)
-    try:
+    with mounted_on(target, "bind", kind="none", source=file):
         assert target.read_bytes() == b"one"
         for content in (b"two", b"three"):
             file.write_bytes(content)
@@ -212,8 +216,7 @@ def test_a_bind_mounted_file_shows_each_new_version(folder: Path, tmp_path: Path
         with open(target, "ab") as appended:
             appended.write(b" and five")
         assert file.read_bytes() == target.read_bytes() == b"four and five"
-    finally:
-        subprocess.run(["umount", target], check=True)
+    assert target.read_bytes() == b""
 
 
 def test_no_write_fails_or_is_lost_while_readers_come_and_go(
