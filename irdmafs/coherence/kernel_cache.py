@@ -56,9 +56,10 @@ class KernelCache(ABC):
     def forget_attributes(self, node: Node) -> bool:
         """Have the kernel forget a node's attributes. Return False if it has not heard of the node yet."""
 
-    def expire_names(self, names: list[Name]) -> None:
+    def expire_names(self, names: list[Name], *, only: bool = False) -> None:
         """Make the kernel look these names up again before their next use. Where it has to lock their
-        directories for that, nobody may wait: programs that wait for us may have locked them."""
+        directories for that, nobody may wait: programs that wait for us may have locked them. `only`: no
+        other name, for a filesystem that is stacked on this one may never find that again."""
         self.start_soon(self._expire_each, names)
 
     async def _expire_each(self, names: list[Name]) -> None:

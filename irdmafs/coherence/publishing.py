@@ -480,10 +480,13 @@ class Publisher(OnHost):
     def _announce(self, inode: Inode, content: Content) -> None:
         """Announce a published version: other nodes and names of the file may still show the one before."""
         ino = inode.ino
-        for node in self._nodes.of(ino) if self._nodes.has_siblings(ino) else ():
+        if not self._nodes.has_siblings(ino):
+            return
+        for node in self._nodes.of(ino):
             if not node.is_bound and node.backing_extent != inode.extent:
                 self._kernel.drop_backing(node)
             if node.content is not content:
                 self._kernel.invalidate_attributes(node)
         if inode.nlink > 1:
-            self._kernel.expire_names(self._store.namespace.names_of(ino))
+            # Until the kernel looks them up, opens by these names are led to the right node.
+            self._kernel.expire_names(self._store.namespace.names_of(ino), only=True)

@@ -101,8 +101,8 @@ class Notices(KernelCache):
     def forget_attributes(self, node: Node) -> bool:
         return self._connection.tell(wire.inval_inode(node.id, -1, 0))  # takes no lock
 
-    def expire_names(self, names: list[Name]) -> None:
-        if self.can_forget:
+    def expire_names(self, names: list[Name], *, only: bool = False) -> None:
+        if self.can_forget and not only:
             self._connection.tell(wire.inc_epoch())
         else:
             super().expire_names(names)

@@ -20,7 +20,6 @@ from harness.clusters import (
     MIB,
     Apart,
     Cluster,
-    ClusterMount,
     CommandFailed,
     Plan,
     StoreNode,
@@ -28,7 +27,6 @@ from harness.clusters import (
 )
 from harness.daemons import paused
 from harness.errors import fails_with
-from harness.mount_namespaces import in_new_mount_namespace
 from harness.mountpoint import eventually
 from harness.patterns import pattern, version_of
 from harness.processes import Process, TakeProcess, is_waiting
@@ -669,14 +667,3 @@ def test_an_open_that_the_kernel_tries_only_once_needs_no_lookup(pair: list[Path
     for path, mode in itertools.product(pair, ("ab", "wb")):
         with open(path / "file", mode) as file, fails_with(errno.ENOTTY):
             fcntl.ioctl(file, 0x80086601, bytes(8))  # FS_IOC_GETFLAGS opens the file once more
-
-
-def test_overlayfs_on_a_mount_is_refused(hosts: list[ClusterMount], tmp_path: Path) -> None:
-    """The names that it keeps would be ESTALE for good after a change by another host."""
-    layers = [tmp_path / name for name in ("lower", "upper", "work", "merged")]
-    for path in layers:
-        path.mkdir()
-    for lower, status in ((layers[0], 0), (hosts[0].path, 32)):
-        options = f"lowerdir={lower},upperdir={layers[1]},workdir={layers[2]}"
-        words = "mount", "-t", "overlay", "-o", options, "none", str(layers[3])
-        assert subprocess.call(in_new_mount_namespace(*words, keep=hosts[0].path)) == status

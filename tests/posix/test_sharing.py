@@ -6,6 +6,7 @@ import resource
 import signal
 import subprocess
 from collections.abc import Callable
+from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
@@ -13,6 +14,7 @@ from conftest import EVERYWHERE
 from harness.cluster_mount import CLUSTER
 from harness.errors import fails_with
 from harness.mountpoint import Mount, eventually
+from harness.network import CommandFailed
 from harness.patterns import pattern
 from harness.processes import Process, Program, TakeProcess
 from harness.scenarios import AsOnTmpfs
@@ -217,6 +219,27 @@ def test_a_bind_mounted_file_shows_each_new_version(
             appended.write(b" and five")
         assert file.read_bytes() == target.read_bytes() == b"four and five"
     assert target.read_bytes() == b""
+
+
+@pytest.mark.kernel_session("only root can stack")
+def test_overlayfs_keeps_its_names_on_one_host_and_is_refused_in_a_cluster(
+    session: str, folder: Path, file: Path, tmp_path: Path
+) -> None:
+    """They would be ESTALE for good after a change by another host."""
+    layers = [folder / name for name in ("lower", "upper", "work")]
+    for directory in layers:
+        directory.mkdir()
+    options = "lowerdir={},upperdir={},workdir={}".format(*layers)
+    refused = pytest.raises(CommandFailed) if session == CLUSTER else nullcontext()
+    with refused, mounted_on(tmp_path, options, kind="overlay"):
+        stacked = tmp_path / "directory" / "file"
+        stacked.parent.mkdir()
+        stacked.touch()
+        file.touch()
+        os.link(file, folder / "link")
+        with file.open():
+            file.write_bytes(b"new")
+        assert stacked.is_file()
 
 
 def test_no_write_fails_or_is_lost_while_readers_come_and_go(
