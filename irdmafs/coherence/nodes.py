@@ -59,9 +59,9 @@ class Node:
 
     def be_found(self, name: tuple[int, bytes]) -> None:
         """Note the directory and name by which the kernel finds it."""
-        if name != self.name:
-            others = (known for known in self.names if known != name)
-            self.names = (name, *others)[:_NAMES_MAX]
+        names = self.names
+        if not names or names[0] != name:
+            self.names = (name, *(known for known in names if known != name))[:_NAMES_MAX]
 
     def __repr__(self) -> str:
         return f"<Node {self.id} ino={self.ino} opens={self.opens} {self.content}>"
