@@ -44,13 +44,9 @@ class Node:
     read_ns: int = 0
     # The privileges of the file (see posix/permissions.py) that the kernel knows of.
     told: int = 0
-    # The directories and names by which the kernel found it, the last one first.
+    # The directory and name by which the kernel last found it, and the last ones, this one first.
+    name: tuple[int, bytes] | None = None
     names: tuple[tuple[int, bytes], ...] = ()
-
-    @property
-    def name(self) -> tuple[int, bytes] | None:
-        """Return the directory and name by which the kernel last found it."""
-        return self.names[0] if self.names else None
 
     @property
     def is_bound(self) -> bool:
@@ -59,9 +55,9 @@ class Node:
 
     def be_found(self, name: tuple[int, bytes]) -> None:
         """Note the directory and name by which the kernel finds it."""
-        names = self.names
-        if not names or names[0] != name:
-            self.names = (name, *(known for known in names if known != name))[:_NAMES_MAX]
+        if name != self.name:
+            self.name = name
+            self.names = (name, *filter(name.__ne__, self.names))[:_NAMES_MAX]
 
     def __repr__(self) -> str:
         return f"<Node {self.id} ino={self.ino} opens={self.opens} {self.content}>"
@@ -128,12 +124,17 @@ class NodeTable:
         assert root.id == ROOT_INO
 
     def get(self, node_id: int) -> tuple[Node, Inode]:
-        """Return a node and its inode. Raises OSError as `inode_of` does."""
-        inode = self.inode_of(node_id)
-        return self.by_id[node_id], inode
+        """Return a node and its inode. Raises OSError: ESTALE if either is gone, EIO if the inode is
+        damaged."""
+        node = self.by_id.get(node_id)
+        if node is None:
+            raise fail(errno.ESTALE)
+        if node.ino in self._damaged:
+            raise damaged(node.ino)
+        return node, self._inodes[node.ino]
 
     def inode_of(self, node_id: int) -> Inode:
-        """Return a node's inode. Raises OSError: ESTALE if either is gone, EIO if the inode is damaged."""
+        """Return a node's inode. Raises OSError as `get` does."""
         node = self.by_id.get(node_id)
         if node is None:
             raise fail(errno.ESTALE)
@@ -144,10 +145,14 @@ class NodeTable:
     def directory(self, node_id: int) -> Inode:
         """Return the inode of a directory in which names are to be listed or changed. Raises OSError EPERM
         for a private view of it, and ESTALE."""
-        inode = self.inode_of(node_id)
-        if node_id != inode.ino:
+        node = self.by_id.get(node_id)
+        if node is None:
+            raise fail(errno.ESTALE)
+        if node_id != node.ino:
             raise fail(errno.EPERM)
-        return inode
+        if node_id in self._damaged:
+            raise damaged(node_id)
+        return self._inodes[node_id]
 
     def private_view(self, directory: Inode) -> Node:
         """Return the node of the private view of a directory, another one than its own."""
