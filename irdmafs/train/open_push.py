@@ -6,7 +6,7 @@ import contextlib
 import os
 import threading
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import CancelledError, Future, ThreadPoolExecutor
 from contextlib import AbstractContextManager
 from pathlib import Path
 
@@ -59,9 +59,9 @@ class OpenPush:
                 self._holders.setdefault(part.scales, []).append(shard)
         self._values: dict[str, Array] = {}
         self._lock = threading.Lock()
-        # The files that were or are being written, by shard, and those whose gradients have changed since.
+        # The files that were or are being written, by shard, and the shards that have changed since.
         self._written: dict[str, Future[None]] = {}
-        self._in_vain: list[Future[None]] = []
+        self._changed: set[str] = set()
         self._threads = ThreadPoolExecutor(_AT_ONCE, thread_name_prefix="irdmafs-push")
 
     def put(self, name: str, gradient: object) -> None:
@@ -72,9 +72,8 @@ class OpenPush:
             for shard in self._holders.get(name, ()):
                 if shard.name in self._written:
                     # finish() writes it anew: gradients that accumulate are put many times.
-                    writing = self._written.pop(shard.name)
-                    if not writing.cancel():
-                        self._in_vain.append(writing)
+                    self._written[shard.name].cancel()
+                    self._changed.add(shard.name)
                 elif all(part.parameter.name in self._values for part in shard.slices):
                     self._begin_writing(shard)
 
@@ -96,10 +95,10 @@ class OpenPush:
         return step
 
     def _finish(self, weight: float, lr: float | None) -> int:
-        # The version of a file that is published last stays.
-        for writing in self._in_vain:
-            with contextlib.suppress(Refused):
-                writing.result()
+        # A file that is written anew has no other writer: it would be emptied for those who have it mapped.
+        for name in self._changed:
+            with contextlib.suppress(Refused, CancelledError):
+                self._written.pop(name).result()
         with self._lock:
             for shard in self._shards:
                 if shard.name not in self._written:

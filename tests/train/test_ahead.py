@@ -132,6 +132,21 @@ def test_push_that_changes_after_it_was_summed_is_summed_anew(
     assert same_bits(found, plainly(run, pushed, rule="mean", weights={"a": weight}))
 
 
+def test_file_of_gradients_that_are_put_often_is_written_once_more(run: Path) -> None:
+    """Of two writers at once the second one would empty what a reducer may have mapped: SIGBUS."""
+    start(run, shards=SHARDS)
+    with Worker(run, "a") as worker:
+        push = put_all(worker, gradients(0, 1))
+        for step in (2, 3, 4):
+            for name, value in gradients(0, step).items():
+                push.put(name, value)
+            for writing in push._written.values():
+                writing.result()
+        push.finish()
+        [pushed] = (run / ".train" / "push").iterdir()
+        assert {_files.read_version(file) for file in pushed.iterdir()} == {2}
+
+
 def test_push_of_a_worker_that_leaves_does_not_count(run: Path, reductions: list[bool]) -> None:
     start(run, model(), shards=SHARDS, workers="auto")
     with Reducer(run) as reducer, Worker(run, "a") as a, Worker(run, "b") as b:
