@@ -150,9 +150,9 @@ def reduce(reducer: Reducer) -> None:
         pass
 
 
-def put_all(worker: Worker, values: Arrays) -> OpenPush:
-    """Begin a push, and wait until all of its files are in staging/."""
-    push = worker.begin_push()
+def put_all(worker: Worker, values: Arrays, push: OpenPush | None = None) -> OpenPush:
+    """Begin a push, or change it, and wait until all of its files are in staging/."""
+    push = push or worker.begin_push()
     for name, value in values.items():
         push.put(name, value)
     for writing in push._written.values():
