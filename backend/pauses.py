@@ -1,5 +1,5 @@
 """Pauses between the tries of something that fails, rests of what is better left alone for a while, and
-waiting until a rate allows more.
+waiting until a rate allows more, or others leave a place.
 
 A library of retries (tenacity, stamina) wraps a function that raises; here a try ends in several ways, and
 an event may end a pause early, so only the lengths are needed.
@@ -8,6 +8,9 @@ an event may end a pause early, so only the lengths are needed.
 import math
 import random
 import time
+from collections import Counter, defaultdict
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from typing import NamedTuple
 
 import trio
@@ -95,3 +98,30 @@ class Throttle:
             start = max(full_at, self._free_at)
             self._free_at = start + count / self.bytes_per_s
             await trio.sleep_until(start)
+
+
+class Places:
+    """Places for work that may last for ever, of which `free` are free. Who has some gets another one while
+    he has fewer than are free: however many take all that they may, some are left. "" gets any."""
+
+    def __init__(self, count: int) -> None:
+        self.free = count
+        # How many places each has, and those who wait for one.
+        self._taken = Counter[str]()
+        self._waiting = defaultdict[str, trio.lowlevel.ParkingLot](trio.lowlevel.ParkingLot)
+
+    @asynccontextmanager
+    async def one(self, who: str) -> AsyncIterator[None]:
+        """Have a place for the block. Of those who wait for one, who has the fewest places gets it."""
+        while self.free <= self._taken[who]:
+            await self._waiting[who].park()
+        self.free -= 1
+        self._taken[who] += bool(who)
+        try:
+            yield
+        finally:
+            self.free += 1
+            self._taken[who] -= bool(who)
+            waiting = [each for each, lot in self._waiting.items() if lot]
+            if waiting:
+                self._waiting[min(waiting, key=self._taken.__getitem__)].unpark()

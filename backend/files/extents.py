@@ -7,18 +7,21 @@ opens, copies and removes the files. An extent that was published is never writt
 
 import errno
 import fcntl
+import math
 import os
 import stat
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
+from contextvars import ContextVar
 from typing import TypeVar, TypeVarTuple
 
 import trio
 
 from ..model.records import ContentId
 from ..model.values import filesystem_of
+from ..pauses import Places
 from .sparse import next_data
 
 # The mode bit of files that a store node made itself, and may use again.
@@ -42,14 +45,18 @@ OPEN_FLAGS = os.O_CLOEXEC | os.O_NOATIME
 
 T = TypeVar("T")
 Ts = TypeVarTuple("Ts")
-# The limit of threads that wait for locks of files: others need the threads of trio's own limit.
-_waiting = trio.CapacityLimiter(4096)
+# The user whose request a task carries out; "" if it is nobody's.
+asks: ContextVar[str] = ContextVar("asks", default="")
+# Threads that wait for locks of files: others need the threads of trio's own limit.
+_places, _unlimited = Places(4096), trio.CapacityLimiter(math.inf)
 
 
 async def when_unlocked(call: Callable[[*Ts], T], *args: *Ts) -> T:
     """Make a call that takes the lock of a file that programs may be writing. The kernel holds that lock
-    while it copies from a program's memory, for ever if the program wants it. Raises what the call does."""
-    return await trio.to_thread.run_sync(call, *args, limiter=_waiting)
+    while it copies from a program's memory, for ever if the program wants it: threads are left to other
+    users. Raises what the call does."""
+    async with _places.one(asks.get()):
+        return await trio.to_thread.run_sync(call, *args, limiter=_unlimited)
 
 
 class StoreInUse(OSError):

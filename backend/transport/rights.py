@@ -11,7 +11,6 @@ import errno
 import hashlib
 import math
 import secrets
-from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import Enum, auto
@@ -101,39 +100,6 @@ class Peer:
 
     def __str__(self) -> str:
         return f"{self.identity.role} {self.identity.name!r} at {self.address}"
-
-
-class Places:
-    """Places for threads that serve peers, of which `free` are free. A peer gets another one while it has
-    fewer than are free: however many take all that they may, some are left. A store node gets any."""
-
-    def __init__(self, count: int) -> None:
-        self.free = count
-        # By peer (Peer.who; "": nodes): how many places it has, and its requests that wait for one.
-        self._taken = Counter[str]()
-        self._waiting = dict[str, trio.lowlevel.ParkingLot]()
-
-    async def take(self, peer: Peer) -> None:
-        who = peer.who if peer.identity.role != "node" else ""
-        while self.free <= self._taken[who]:
-            lot = self._waiting.setdefault(who, trio.lowlevel.ParkingLot())
-            try:
-                await lot.park()
-            finally:
-                if not lot:
-                    self._waiting.pop(who, None)
-        self.free -= 1
-        if who:
-            self._taken[who] += 1
-
-    def give_back(self, peer: Peer) -> None:
-        """Give a place back. Of the peers that wait the one with the fewest places gets it."""
-        self.free += 1
-        if peer.identity.role != "node":
-            self._taken[peer.who] -= 1
-        waiting = [who for who, lot in self._waiting.items() if lot]
-        if waiting:
-            self._waiting[min(waiting, key=self._taken.__getitem__)].unpark()
 
 
 def may(rights: Mapping[Any, Row], role: str, asked: Asked) -> Scope:

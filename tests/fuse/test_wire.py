@@ -9,6 +9,7 @@ import resource
 import stat
 import struct
 import tempfile
+import threading
 import traceback
 from collections import Counter
 from collections.abc import AsyncIterator, Iterator
@@ -25,9 +26,11 @@ from harness.models.invariants import check
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from irdmafs.backend.files import extents
 from irdmafs.backend.model.clock import now_ns
 from irdmafs.backend.model.records import NO_CONTENT
 from irdmafs.backend.namespace import NewVersion
+from irdmafs.backend.pauses import Places
 from irdmafs.backend.store import embedded as store_node
 from irdmafs.backend.store.embedded import EmbeddedStore, embedded_store
 from irdmafs.callers.processes import Processes
@@ -888,6 +891,35 @@ async def test_locks_that_wait_are_answered_when_they_are_interrupted() -> None:
         assert served.replies[1] == [(0, b"")]
         assert 2 not in served.replies and 3 not in served.replies
     assert served.replies[2] == served.replies[3] == [(errno.EINTR, b"")]
+
+
+async def test_calls_that_never_end_leave_threads_to_other_users(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A user can keep a file locked for ever that he writes, and have any number of calls wait for that."""
+    may_cut, cut = threading.Event(), os.ftruncate
+    stuck, whole = (wire.SETATTR_IN.pack(wire.Valid.SIZE, 0, size, *(0,) * 7) for size in (7, 8))
+
+    def cut_when_unlocked(fd: int, size: int) -> None:
+        if size == 7:
+            may_cut.wait(30)
+        cut(fd, size)
+
+    monkeypatch.setattr(os, "ftruncate", cut_when_unlocked)
+    monkeypatch.setattr(extents, "_places", Places(4))
+    async with serving("passthrough") as served:
+        for number in range(1, 7):
+            node_id, _ = create(served, b"%d" % number)
+            served.send(message(Opcode.SETATTR, node_id, stuck, unique=number, uid=1000))
+        await served.settle()
+        node_id, _ = create(served, b"other")
+        served.send(message(Opcode.SETATTR, node_id, whole, unique=99, uid=1001))
+        with trio.fail_after(10):
+            while 99 not in served.replies:
+                await trio.sleep(0.001)
+                served.collect()
+        assert not served.replies.keys() & set(range(1, 7))
+        may_cut.set()
 
 
 async def test_kinds_of_handles_and_nodes_are_not_mixed_up() -> None:

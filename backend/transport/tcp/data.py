@@ -25,11 +25,12 @@ from typing import Any, TypeVar
 import trio
 
 from ...observe import logs
+from ...pauses import Places
 from ...unwrap import background
 from .. import Extent, Unreachable
 from ..frames import BadMessage
 from ..mover import Host
-from ..rights import Peer, Places
+from ..rights import Peer
 from ..service import Held, Incoming, Service, begin, check_right
 from .channel import Channel, Lost
 from .streams import PIECE_BYTES_MAX, piece_bytes, receive_ranges, send_range, send_stream
@@ -261,22 +262,20 @@ class Data:
         host, op, extent = self._host, header.op.name.lower(), header.extent
         host.counters.requests[op] += 1
         channel.clean = False
-        await self._places.take(peer)
-        with logs.request(header.trace):
-            try:
-                await check_right(host.service, RIGHTS, peer, header.op, (extent.content,))
-                if header.op is Op.READ:
-                    give = partial(self._give, channel, header)
-                    [sent] = await self._in_thread(channel, give)
-                    host.counters.sent_bytes += sent
-                else:
-                    await self._take(channel, header)
-            except OSError as error:
-                what = f"{op} of extent {extent.content:x}.{extent.stripe:x}"
-                reply = Reply(ReplyKind.FAILED, *host.failed(peer, what, error))
-                await self._in_thread(channel, partial(channel.conclude, reply))
-            finally:
-                self._places.give_back(peer)
+        async with self._places.one(peer.who if peer.identity.role != "node" else ""):
+            with logs.request(header.trace):
+                try:
+                    await check_right(host.service, RIGHTS, peer, header.op, (extent.content,))
+                    if header.op is Op.READ:
+                        give = partial(self._give, channel, header)
+                        [sent] = await self._in_thread(channel, give)
+                        host.counters.sent_bytes += sent
+                    else:
+                        await self._take(channel, header)
+                except OSError as error:
+                    what = f"{op} of extent {extent.content:x}.{extent.stripe:x}"
+                    reply = Reply(ReplyKind.FAILED, *host.failed(peer, what, error))
+                    await self._in_thread(channel, partial(channel.conclude, reply))
         return channel.clean
 
     def _in_thread(self, channel: Channel, work: Callable[[], T]) -> Awaitable[list[T]]:
