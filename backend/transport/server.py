@@ -192,7 +192,10 @@ class Control:
                     error = ended
             nursery.cancel_scope.cancel()
         if error is not None:
-            raise error
+            try:
+                raise error
+            finally:  # it refers to this frame, and so to all that was received
+                del error
 
     async def _watch(self, connection: trio.CancelScope) -> None:
         quiet = 0
