@@ -46,7 +46,7 @@ OPEN_FLAGS = os.O_CLOEXEC | os.O_NOATIME
 T = TypeVar("T")
 Ts = TypeVarTuple("Ts")
 # The user whose request a task carries out; "" if it is nobody's.
-asks: ContextVar[str] = ContextVar("asks", default="")
+asking_user: ContextVar[str] = ContextVar("asking_user", default="")
 # Threads that wait for locks of files: others need the threads of trio's own limit.
 _places, _unlimited = Places(4096), trio.CapacityLimiter(math.inf)
 
@@ -55,7 +55,7 @@ async def when_unlocked(call: Callable[[*Ts], T], *args: *Ts) -> T:
     """Make a call that takes the lock of a file that programs may be writing. The kernel holds that lock
     while it copies from a program's memory, for ever if the program wants it: threads are left to other
     users. Raises what the call does."""
-    async with _places.one(asks.get()):
+    async with _places.one(asking_user.get()):
         return await trio.to_thread.run_sync(call, *args, limiter=_unlimited)
 
 

@@ -20,7 +20,7 @@ from typing import Any, Final
 import trio
 
 from .. import inline
-from ..backend.files.extents import asks
+from ..backend.files.extents import asking_user
 from ..posix.filesystem import Filesystem
 from .connection import Connection
 from .counts import Counts
@@ -201,7 +201,7 @@ class KernelSession:
         self, request: Request, row: Row, waiting: Waiting, rest: inline.Rest[Any]
     ) -> None:
         """Run a request that waits, in a task of its own; INTERRUPT may cancel it."""
-        asks.set(str(request.uid))
+        asking_user.set(str(request.uid))
         with waiting.scope as scope:
             try:
                 result = await rest
