@@ -56,7 +56,7 @@ def _aside(path: StrPath) -> Iterator[str]:
             rename(inside, path)
         except OSError as error:
             if error.errno not in (errno.ENOTEMPTY, errno.EEXIST):
-                raise
+                raise OSError(error.errno, error.strerror, path) from None
             rename(inside, path, RENAME_EXCHANGE)
     finally:
         shutil.rmtree(place, ignore_errors=True)

@@ -63,6 +63,8 @@ def test_a_clone_is_what_cp_makes_and_takes_no_room(mount: Mount, folder: Path) 
     assert (target / "large").read_bytes() == pattern(1, 4 * MIB)
     (target / "large").unlink()
     eventually(lambda: room_of(mount) <= room - 4 * MIB, "the bytes go with their last name")
+    with pytest.raises(NotADirectoryError, match=f"'{target}/empty'$"):
+        client.clone(source, target / "empty")
 
 
 def test_what_a_program_has_mapped_for_writing_is_copied(folder: Path) -> None:
