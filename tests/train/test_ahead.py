@@ -1,6 +1,5 @@
 """Shards that are summed ahead of the plan, and fetched ahead of the version, change no parameter."""
 
-import itertools
 import mmap
 import os
 import secrets
@@ -67,8 +66,7 @@ def finish(
 ) -> Arrays:
     """Finish pushes, and return the parameters that come of them."""
     version = newest(run) + 1
-    for push, weight in itertools.zip_longest(pushes, weights, fillvalue=1.0):
-        assert isinstance(push, OpenPush)
+    for push, weight in zip(pushes, weights or [1.0] * len(pushes), strict=True):
         push.finish(weight)
     reduce_until(reducer, lambda: newest(run) == version, "the version is made")
     return parameters(run)

@@ -10,7 +10,7 @@ import pytest
 from harness import training_runs as runs
 from safetensors import safe_open
 
-from irdmafs.train import Reducer, TrainConfig, Worker
+from irdmafs.train import Reducer, Worker
 from irdmafs.train.directory import TrainDirectory
 
 
@@ -49,13 +49,12 @@ def test_only_what_is_kept_has_a_file(
 
 def test_rule_that_is_changed_begins_with_zeros(run: Path) -> None:
     """Whatever lies in the files that are written anew."""
-    config = TrainConfig(rule="sgd", lr=1.0, workers=1, keep=2)
     runs.start(run, rule="sgd", lr=1.0, workers=1, keep=2)
     train = TrainDirectory(run)
     expected = 0.0
     with Worker(run, "w") as worker, Reducer(run) as reducer:
         for momentum in (0.0, 0.5, 0.0, 0.5):
-            changed = replace(config, options={"momentum": momentum})
+            changed = replace(train.config(), options={"momentum": momentum})
             (train.path / "config.toml").write_text(changed.toml())
             reducer._found = None
             change = 0.0

@@ -9,7 +9,7 @@ from harness.daemons import paused
 from harness.mountpoint import Mount, eventually
 from harness.parts import ClusterMount, irdmafs_command, run_instead
 from harness.programs import hasty_reducer
-from harness.training_runs import everywhere, newest, ones, reduce_until, start
+from harness.training_runs import everywhere, newest, ones, put_all, reduce_until, start
 
 from irdmafs.train import Reducer, Refused, Worker
 from irdmafs.train.directory import TrainDirectory
@@ -69,9 +69,7 @@ def test_worker_of_a_small_run_that_was_cut_off_pushes_nothing_once_another_has_
         if has_counted:
             reduce_until(reducer, lambda: newest(run) == 1, "it counts")
             stopped.pull(timeout_s=30)
-        push = stopped.begin_push()
-        for parameter, gradient in ones(8).items():
-            push.put(parameter, gradient)
+        push = put_all(stopped, ones(8))
         with paused(cut_off):
             eventually(lambda: not is_locked(name), "its lease ends", 30)
         with Worker(run, "w") as worker:

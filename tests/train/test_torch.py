@@ -1,7 +1,6 @@
 """Optimizers of torch in a training directory, beside one process that does the same."""
 
 import os
-import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
@@ -11,6 +10,7 @@ from typing import Any
 import pytest
 from harness.example_programs import needs
 from harness.late_imports import optimizers, torch
+from harness.mountpoint import eventually
 from harness.training_runs import reducing
 
 from irdmafs import client
@@ -242,15 +242,11 @@ def test_a_shard_is_written_while_backward_goes_on(place: Path) -> None:
     with optimizer_of(folder, model, overlap=True) as optimizer:
         [staging] = TrainDirectory(folder).staging.glob("worker@*")
         hidden = staging / "worker@1;weight=1.0;base=0"
-        written = threading.Event()
         files: list[str] = []
 
         def wait_for_files(_: Any) -> None:
             # The first layer's gradients are the last that backward makes.
-            for _ in range(1000):
-                if hidden.exists() and any(not name.startswith(".") for name in os.listdir(hidden)):
-                    break
-                written.wait(0.01)
+            eventually(lambda: any(hidden.glob("[!.]*")), "a shard is written")
             files.extend(os.listdir(hidden))
 
         model[0].weight.register_hook(wait_for_files)
@@ -302,14 +298,9 @@ def test_learning_rate_scheduler_rules_the_directory(place: Path) -> None:
     with optimizer_of(folder, model) as optimizer:
         schedule = warm_up(optimizer)
         assert optimizer.param_groups[0]["lr"] == 0
-        for step in range(STEPS):
-            inputs, targets = map(torch.cat, zip(batch(step, 0), batch(step, 1), strict=True))
-            optimizer.zero_grad()
-            loss_of(model, inputs, targets).backward()
-            optimizer.step()
-            schedule.step()
+        found = train_alone(model, optimizer, schedule)
     expected = torch.optim.SGD(alone.parameters(), lr=0.1)
-    assert_close(parameters(model), train_alone(alone, expected, warm_up(expected)))
+    assert_close(found, train_alone(alone, expected, warm_up(expected)))
 
 
 def test_parameters_without_gradient_stay_and_newest_version_is_there_at_once(place: Path) -> None:
