@@ -86,7 +86,8 @@ def mount_of(path: str) -> mounting.Mount:
     """Return the mount that a path is on. Raises MountError if it is none of irdmafs."""
     found = mounting.containing_mount(path)
     if found is None or found.fstype != mounting.FSTYPE:
-        raise MountError(f"{path} is not on an irdmafs mount")
+        here = os.path.lexists(path)
+        raise MountError(f"{path} is not " + ("on an irdmafs mount" if here else "there"))
     return found
 
 

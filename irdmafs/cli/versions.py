@@ -123,6 +123,10 @@ def hold(directory: str, command: tuple[str, ...], number: int | None, **when: A
     COMMAND and all programs that it starts have ended, or have closed the descriptors they got.
     """
     made = _versions(directory)
+    try:
+        os.stat(directory)
+    except FileNotFoundError:
+        say(f"waiting for {directory}, which is not there yet", err=True)
     with made.hold(number, **when) as held:
         told = {"IRDMAFS_PATH": held.path, "IRDMAFS_VERSION": str(held.number)}
         os.set_inheritable(held.fd, True)
@@ -184,6 +188,8 @@ def watch(
 
     with _failing(path):
         seen = _waiting.look(mounting.named(path))
+    if seen is None:
+        say(f"waiting for {path}, which is not there yet", err=True)
     while True:
         with _failing(path):
             seen = _waiting.wait(path, seen, timeout=timeout)

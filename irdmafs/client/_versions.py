@@ -230,7 +230,11 @@ class Versions:
         # The directory itself is not made: where nothing is mounted it would be in a strange place.
         for path in (self._versions, self._held, self._drafts):
             with contextlib.suppress(FileExistsError):
-                os.mkdir(path)
+                try:
+                    os.mkdir(path)
+                except FileNotFoundError as error:
+                    error.filename = self.directory
+                    raise
                 if path == self._drafts:
                     store_together(path)
 

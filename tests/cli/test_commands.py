@@ -298,6 +298,7 @@ def test_status_asks_all_mounts_at_once(monkeypatch: pytest.MonkeyPatch) -> None
 def test_a_question_about_a_plain_directory_is_one_clear_line(tmp_path: Path) -> None:
     for command in ("status", "versions", "prefetch"):
         assert one_line(irdmafs(command, tmp_path)) == f"{tmp_path} is not on an irdmafs mount"
+        assert one_line(irdmafs(command, tmp_path / "no")) == f"{tmp_path}/no is not there"
     assert os.listxattr(tmp_path) == []
 
 

@@ -211,7 +211,9 @@ def test_an_old_version_is_published_again_without_its_bytes(folder: Path) -> No
 
 def test_commands_publish_list_compare_hold_and_roll_back(folder: Path, tmp_path: Path) -> None:
     run, made, tensor = folder / "run", folder / "made", np.arange(4.0)
-    assert one_line(irdmafs("publish", folder, run)) == f"{run}/versions: No such file or directory"
+    assert one_line(irdmafs("publish", folder, run)) == f"{run}: No such file or directory"
+    early = irdmafs("hold", run, "--timeout", "0.01", "true")
+    assert f"waiting for {run}, which is not there yet" in early.stderr and early.returncode == 1
     assert one_line(irdmafs("hold", "", "true")) == "The directory has no name"
     run.mkdir()
     for step in (1, 2):

@@ -148,6 +148,7 @@ def test_a_command_is_run_at_a_change(folder: Path) -> None:
     found = irdmafs("watch", path, "--timeout", "0.01", "--once")
     assert (found.returncode, found.stdout) == (1, "")
     assert "Nothing new in 0.01 s" in found.stderr
+    assert "which is not there yet" in irdmafs("watch", folder / "no", "--timeout", "0.01").stderr
     assert irdmafs("watch", "/", "--timeout", f"{LONG_S}").returncode == 1
 
     # What is published while the command begins may be what it takes for the present.

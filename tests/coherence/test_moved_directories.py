@@ -76,7 +76,9 @@ def moves(locks: KernelLocks) -> Moves:
 
 
 def node_in(parent: int) -> Node:
-    return Node(50, 50, names=((parent, b"name"),))
+    node = Node(50, 50)
+    node.be_found((parent, b"name"))
+    return node
 
 
 def run(waiting: Callable[..., Awaitable[None]], *arguments: object) -> None:
