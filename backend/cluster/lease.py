@@ -102,7 +102,7 @@ class Session:
         return max(0.0, self.valid_until - now_s())
 
     async def wait_valid(self, within_s: float = math.inf) -> int:
-        """Wait until the session is valid; return its number. Raises SessionEnded, ETIMEDOUT."""
+        """Wait until the session is valid; return its number. Raises SessionEnded, ETIMEDOUT, WentBack."""
         if self.valid():
             return self.number
         with trio.move_on_after(within_s):
@@ -111,6 +111,7 @@ class Session:
                     raise SessionEnded
                 await self._changed.park()
             return self.number
+        self._engine.calls.check_trusted()
         raise OSError(
             errno.ETIMEDOUT,
             f"this {'node' if self._node else 'mount'} has had no session for {within_s:g} s: "

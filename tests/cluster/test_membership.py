@@ -28,7 +28,7 @@ from irdmafs.backend.cluster.membership import Members, admit, followed_key, see
 from irdmafs.backend.cluster.replica import Replica
 from irdmafs.backend.etcd.engine import EtcdEngine
 from irdmafs.backend.etcd.leases import EtcdLeases
-from irdmafs.backend.kv import Change, Compacted, Delete, KeyValue, Put
+from irdmafs.backend.kv import Change, Compacted, Delete, KeyValue, Put, WentBack
 from irdmafs.backend.model import records
 from irdmafs.backend.model.placement import Placement
 from irdmafs.backend.model.records import SETTINGS_KEY, NodeRecord, encode, key_of
@@ -99,6 +99,16 @@ async def test_session_is_registered_until_it_is_released(keys: EtcdKeys) -> Non
         assert await mount.engine.get(record.key) is None
         with pytest.raises(OSError, match="ended"):
             await session.wait_valid()
+
+
+async def test_who_waits_for_a_session_is_told_that_etcd_went_back(keys: EtcdKeys) -> None:
+    async with EtcdEngine(keys.endpoints, keys.prefix) as engine:
+        session = Session(engine, MOUNT_RECORD, TTL_S)
+        with pytest.raises(OSError, match="etcd does not answer"):
+            await session.wait_valid(0.0)
+        engine.calls.doubt(WentBack("it is another one"))
+        with pytest.raises(WentBack):
+            await session.wait_valid(0.0)
 
 
 async def test_session_of_a_process_that_was_stopped_goes_on(keys: EtcdKeys) -> None:

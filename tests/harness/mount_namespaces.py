@@ -11,9 +11,12 @@ from pathlib import Path
 # the daemon of that mount goes on, and `irdmafs umount` says so. So it is made under a lock (descriptor 9).
 _LOCK = Path(tempfile.gettempdir()) / f"irdmafs-test-namespaces-{os.geteuid()}"
 _MAKE = 'exec 9>>"$1"; flock 9; shift; exec unshare --mount --propagation private "$@"'
-_LET_GO = """
+_LET_GO = r"""
 keep=$1; shift
-findmnt -ln -t fuse.irdmafs -o TARGET | grep -vxF "$keep" | while read -r target; do
+mounts='s/^[^ ]* [^ ]* [^ ]* [^ ]* \([^ ]*\) .* - fuse\.irdmafs .*/\1/p'
+LC_ALL=C sed -n "$mounts" /proc/self/mountinfo | while read -r target; do
+    target=$(printf %b "$target")
+    [ "$target" != "$keep" ] || continue
     # The mount ends here, too, when a process of another namespace unmounts it and removes its directory.
     said=$(umount -il "$target" 2>&1) || ! findmnt -M "$target" >/dev/null || echo "$said" >&2
 done
