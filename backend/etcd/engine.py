@@ -20,8 +20,8 @@ from .leases import EtcdLeases
 from .rpc import RANGE, RpcError, Status
 from .transactions import COMPARES_MAX, EtcdTransactions, operations_max
 
-# For each page etcd counts all that is left of the range: *measured* 27 ms of 200,000 keys. Inodes have 64 KiB of
-# attributes at most, and a message of etcd may have 512 MiB.
+# For each page etcd counts all that is left of the range: *measured* 27 ms of 200,000 keys. An inode has 64
+# KiB of attributes at most, a message of etcd 512 MiB.
 PAGE_KEYS = 5000
 _PAGE_RETRIES = 5
 _OPEN_S = 10.0
