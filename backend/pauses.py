@@ -8,7 +8,7 @@ an event may end a pause early, so only the lengths are needed.
 import math
 import random
 import time
-from collections import Counter, defaultdict
+from collections import Counter
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from typing import NamedTuple
@@ -108,13 +108,13 @@ class Places:
         self.free = count
         # How many places each has, and those who wait for one.
         self._taken = Counter[str]()
-        self._waiting = defaultdict[str, trio.lowlevel.ParkingLot](trio.lowlevel.ParkingLot)
+        self._waiting = dict[str, trio.lowlevel.ParkingLot]()
 
     @asynccontextmanager
     async def one(self, who: str) -> AsyncIterator[None]:
         """Have a place for the block. Of those who wait for one, who has the fewest places gets it."""
         while self.free <= self._taken[who]:
-            await self._waiting[who].park()
+            await self._waiting.setdefault(who, trio.lowlevel.ParkingLot()).park()
         self.free -= 1
         self._taken[who] += bool(who)
         try:
@@ -122,6 +122,6 @@ class Places:
         finally:
             self.free += 1
             self._taken[who] -= bool(who)
-            waiting = [each for each, lot in self._waiting.items() if lot]
-            if waiting:
-                self._waiting[min(waiting, key=self._taken.__getitem__)].unpark()
+            self._waiting = {each: lot for each, lot in self._waiting.items() if lot}
+            if self._waiting:
+                self._waiting[min(self._waiting, key=self._taken.__getitem__)].unpark()

@@ -17,8 +17,8 @@ from .content import Content, Stamp
 # A node's id is its inode's number, with a number of the node's own in the bits above, which are free.
 INO_BITS = 48
 _EXTRA_IDS_MAX = (1 << 64 - INO_BITS) - 1
-# Of a node: an open that is looked up again comes by one of the last ones.
-_NAMES_MAX = 8
+# A node remembers so many former names: an open that is looked up again comes by one of the last.
+_FORMER_MAX = 7
 
 
 @dataclass(slots=True, eq=False, repr=False)
@@ -44,9 +44,9 @@ class Node:
     read_ns: int = 0
     # The privileges of the file (see posix/permissions.py) that the kernel knows of.
     told: int = 0
-    # The directory and name by which the kernel last found it, and the last ones, this one first.
+    # The directory and name by which the kernel last found it, and those before, the last one first.
     name: tuple[int, bytes] | None = None
-    names: tuple[tuple[int, bytes], ...] = ()
+    former: tuple[tuple[int, bytes] | None, ...] = ()
 
     @property
     def is_bound(self) -> bool:
@@ -55,9 +55,9 @@ class Node:
 
     def be_found(self, name: tuple[int, bytes]) -> None:
         """Note the directory and name by which the kernel finds it."""
-        if name != self.name:
-            self.name = name
-            self.names = (name, *filter(name.__ne__, self.names))[:_NAMES_MAX]
+        if self.name not in (name, None):
+            self.former = (self.name, *filter(name.__ne__, self.former))[:_FORMER_MAX]
+        self.name = name
 
     def __repr__(self) -> str:
         return f"<Node {self.id} ino={self.ino} opens={self.opens} {self.content}>"
@@ -216,7 +216,7 @@ class NodeTable:
     def renamed(self, ino: int, old: tuple[int, bytes], new: tuple[int, bytes]) -> None:
         """Note that the kernel moved its name of an inode, and does not look it up again."""
         for node in self.of(ino):
-            if old in node.names:
+            if old in (node.name, *node.former):
                 node.be_found(new)
 
     def open(self, node: Node, content: Content | None, flags: int, pid: int) -> Handle:

@@ -111,7 +111,7 @@ class Routes(OnHost):
             promise.name = name
             return None
         node = promise.came_to
-        return promise if node is None or name in node.names else None
+        return promise if node is None or name in (node.name, *node.former) else None
 
     def follow(self, pid: int, name: Name, inode: Inode) -> None:
         """Have a thread's open be promised the file that its name means now. One with O_RDONLY | O_TRUNC

@@ -76,9 +76,7 @@ def moves(locks: KernelLocks) -> Moves:
 
 
 def node_in(parent: int) -> Node:
-    node = Node(50, 50)
-    node.be_found((parent, b"name"))
-    return node
+    return Node(50, 50, name=(parent, b"name"))
 
 
 def run(waiting: Callable[..., Awaitable[None]], *arguments: object) -> None:
