@@ -139,6 +139,8 @@ class Drafts(OnHost):
         try:
             await self._publisher.publish_together(contents)
         except (OSError, Conflict) as error:
+            if isinstance(error, TimeoutError):
+                raise  # each file would wait as long
             log.info("%d files of drafts are stored one by one: %s", len(contents), error)
 
     async def _store_one(
@@ -148,6 +150,8 @@ class Drafts(OnHost):
         assert content is not None
         try:
             async with limit:
+                if any(isinstance(error, TimeoutError) for error in errors):
+                    return  # it would wait as long
                 if self._has_to_be_stored(handle):
                     stays = handle not in self._put_off.released
                     await self._publisher.publish(content, stays=stays)

@@ -3,10 +3,13 @@
 import errno
 import fcntl
 import os
+from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
 from harness.claims import few_transactions, often
+from harness.closing import descriptor
+from harness.cluster_mount import OneNodeMount
 from harness.clusters import Apart, Cluster, Plan, counters, status_at
 from harness.errors import fails_with
 from harness.mountpoint import eventually
@@ -282,6 +285,25 @@ def test_a_rename_fails_until_what_is_in_the_draft_can_be_stored() -> None:
 
         eventually(is_renamed, "there is room again", 20)
         assert contents(other / "final") == made
+
+
+@pytest.mark.parametrize("are_open", [False, True])
+def test_files_that_no_node_can_take_are_waited_for_together(*, are_open: bool) -> None:
+    with OneNodeMount(("--timeout", "1s", "--log-level", "info")) as mount, ExitStack() as ending:
+        os.setxattr(mount.path, "user.irdmafs.drafts", b"*.tmp")
+        (mount.path / "a.tmp").mkdir()
+        (mount.path / "first").write_bytes(b"has the placement groups made")
+        mount.kill_node()
+        for number in range(40):
+            fd = os.open(mount.path / f"a.tmp/{number}", os.O_CREAT | os.O_WRONLY)
+            opened = ending.enter_context(descriptor(fd))
+            os.write(opened, b"content")
+            os.fsync(opened)
+        if not are_open:
+            ending.close()
+        with pytest.raises(TimeoutError):
+            (mount.path / "a.tmp").rename(mount.path / "final")
+        assert mount.log_tail(1_000_000).count("another way is looked for") < 20
 
 
 # -- by the client -----------------------------------------------------------------------------------

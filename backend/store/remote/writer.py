@@ -232,7 +232,7 @@ class Transfer:
         group = group_of(self._layout, stripe, cluster.buckets)
         # The nodes that could not be reached, and until when that is tried; until when one may be full.
         lacking: list[int] = []
-        deadline = full = 0.0
+        deadline = failed = full = 0.0
         waits = False
         while True:
             config, revision = cluster.groups.get(group)
@@ -255,6 +255,7 @@ class Transfer:
             except Unreachable as error:
                 if self._ahead is not None:
                     raise
+                failed = time.monotonic()
                 if not waits:
                     log.info("content %x: %s; another way is looked for", self._content, error)
                 waits = True
@@ -270,8 +271,8 @@ class Transfer:
                 continue
             left = [node for node in missing if node not in self._acknowledged[stripe]]
             if left != lacking:
-                lacking, deadline = left, time.monotonic() + cluster.timeout_s
-            elif time.monotonic() > deadline:
+                lacking, deadline = left, failed + cluster.timeout_s
+            if time.monotonic() > deadline:
                 raise OSError(
                     errno.ETIMEDOUT,
                     f"store nodes {', '.join(f'{node:x}' for node in missing)} of placement group "
