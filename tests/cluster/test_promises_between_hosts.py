@@ -33,6 +33,8 @@ from harness.processes import Process, TakeProcess, is_waiting
 from harness.programs import hasty_node
 from harness.seeds import seeded
 
+from irdmafs.client import draft
+
 ITERATIONS = 60
 READERS_KILLED = 3
 
@@ -580,6 +582,33 @@ def test_a_killed_node_loses_nothing_and_service_goes_on() -> None:
         cluster.wait_healthy()
         cluster.nodes[1].kill9()
         assert [read_version(other / f"file{i}") for i in range(20)] == list(range(20))
+
+
+def test_what_a_node_cannot_be_sent_goes_by_way_of_another() -> None:
+    """It is alive, and reached by all but one host."""
+    with Cluster(Plan(nodes=2, replicas=2, lease_ttl_s=3), links=True) as cluster:
+        one, other = (mount.path for mount in cluster.mounts)
+        for path in (one / "striped", one / "final"):
+            path.mkdir()
+        os.setxattr(one / "striped", "user.irdmafs.stripe_size", b"1M")
+        for number in range(4):
+            write(one / f"old{number}", pattern(number, 3000))
+        write(one / "striped/file", pattern(1, 3 * MIB))
+        members = [group.members for group in cluster.groups().values()]
+        cluster.cut(cluster.mounts[0], cluster.nodes[0])
+        for number in range(8):
+            write(one / f"new{number}", pattern(number, 3000 if number % 2 else 300_000))
+        for path in (one / "old0", one / "striped/file"):
+            with path.open("r+b") as file:
+                file.write(b"changed")
+        with draft(one / "final") as directory:
+            for number in range(4):
+                write(Path(directory) / f"{number}", pattern(number, 3000))
+        assert [read_version(other / f"new{i}") for i in range(8)] == list(range(8))
+        assert [read_version(other / f"final/{i}") for i in range(4)] == list(range(4))
+        for path in (other / "old0", other / "striped/file"):
+            assert path.read_bytes().startswith(b"changed")
+        assert [group.members for group in cluster.groups().values()] == members
 
 
 def test_adding_and_draining_a_node_moves_its_share_while_reading_goes_on() -> None:

@@ -246,7 +246,6 @@ class Fetcher:
                 except OSError as error:
                     if error.errno in _OURS:
                         raise
-                    deadline = deadline or time.monotonic() + self._cluster.timeout_s
                     if isinstance(error, Distrusted):
                         refusals.append(error)
                     if node not in told:

@@ -232,7 +232,7 @@ class Transfer:
         group = group_of(self._layout, stripe, cluster.buckets)
         # The nodes that could not be reached, and until when that is tried; until when one may be full.
         lacking: list[int] = []
-        deadline = failed = full = 0.0
+        deadline = full = 0.0
         waits = False
         while True:
             config, revision = cluster.groups.get(group)
@@ -255,7 +255,6 @@ class Transfer:
             except Unreachable as error:
                 if self._ahead is not None:
                     raise
-                failed = time.monotonic()
                 if not waits:
                     log.info("content %x: %s; another way is looked for", self._content, error)
                 waits = True
@@ -271,8 +270,8 @@ class Transfer:
                 continue
             left = [node for node in missing if node not in self._acknowledged[stripe]]
             if left != lacking:
-                lacking, deadline = left, failed + cluster.timeout_s
-            if time.monotonic() > deadline:
+                lacking, deadline = left, time.monotonic() + cluster.timeout_s
+            elif time.monotonic() > deadline:
                 raise OSError(
                     errno.ETIMEDOUT,
                     f"store nodes {', '.join(f'{node:x}' for node in missing)} of placement group "
@@ -301,18 +300,20 @@ class Transfer:
         here = self._cluster.here
         return sorted(nodes, key=lambda node: node != here) if here in nodes else nodes
 
-    async def _send(self, place: _Place, chain: list[int]) -> None:
+    async def _send(self, place: _Place, chain: list[int], *, is_passed_on: bool = False) -> None:
+        """Send to these nodes; if it `is_passed_on`, to the first alone, which can reach the others."""
         cluster = self._cluster
         stripe, group, config, revision = place
         offset, length = self._layout.span(self._size, stripe)
         extent = Extent(self._content, stripe)
         target = Target(group, revision, tuple(chain[1:]))
         device = cluster.peers.device(chain[0])
-        if stripe in self._shared and await self._share(extent, target, chain, length):
+        at_once = not is_passed_on
+        if at_once and stripe in self._shared and await self._share(extent, target, chain, length):
             pass
         elif chain[0] == cluster.here and self._is_adoptable:
             await device.adopt(extent, target, f"{self._content:x}")
-        elif length <= cluster.small_bytes:
+        elif at_once and length <= cluster.small_bytes:
             # To all at once: for little data, a chain's extra hops cost more than this host's link.
             alone, data = Target(group, revision, ()), os.pread(self._fd, length, offset)
             parcel = Parcel(extent, alone, data)
@@ -390,7 +391,7 @@ class Transfer:
             return False  # its lease is over: the group's leader is about to drop it
         for other in sorted(self._acknowledged[place.stripe]):
             try:
-                await self._send(place, [other, node])
+                await self._send(place, [other, node], is_passed_on=True)
                 return True
             except Fenced:
                 await cluster.replica.barrier()
