@@ -5,6 +5,7 @@ import socket
 import ssl
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from functools import partial
 
 import trio
@@ -76,8 +77,28 @@ class Link:
     async def connected(self) -> ControlClient:
         """Return the control connection as it is now. Raises Unreachable."""
         control = self._control
-        if control is not None and control.is_open and self._registered()[1] == self._where:
-            return control
+        if self._registered()[1] == self._where:
+            if control is not None and control.is_open:
+                return control
+            if self._why and self._is_tried_beside():
+                raise self._unreachable()
+        return await self._connected_anew()
+
+    def _is_tried_beside(self) -> bool:
+        """Return whether it is, or was a moment ago, tried in vain to reach the node: nobody waits for that
+        again. The next attempt begins here, when it is time."""
+        rests_s = self._alone_until - time.monotonic()
+        if self._connecting.locked():
+            return True
+        if -self.caller.timeout_s < rests_s <= 0.0:
+            self.caller.nursery.start_soon(self._try_again)
+        return rests_s > -self.caller.timeout_s
+
+    async def _try_again(self) -> None:
+        with suppress(Unreachable):
+            await self._connected_anew()
+
+    async def _connected_anew(self) -> ControlClient:
         async with self._connecting:
             # As it is now, and not before others tried.
             address, where = self._registered()
@@ -85,7 +106,7 @@ class Link:
                 self._control.close("its address changed")
                 self._control = None
             if where != self._where:
-                self._where = where
+                self._where, self._why = where, ""
                 self._alone_until = 0.0
             if self._control is None:
                 if time.monotonic() < self._alone_until:
@@ -123,13 +144,12 @@ class Link:
         except OSError as error:
             why = error.strerror or str(error)
         if not why:
-            self._distrusts = False
+            self._why, self._distrusts = "", False
             # A node that does not answer in time is left alone: the next caller need not wait for it.
             silent = partial(self._leave_alone, timeout_s / 2)
             control = ControlClient(self.caller, self.node, frames, ends, silent)
             control.start()
             return control
-        # A node that took long to be given up must not cost every caller as long again.
         took_s = min(time.monotonic() - began, timeout_s)
         if final and (why, final) != (self._why, self._distrusts):
             log.warning("store node %x at %s: %s", self.node, address.address, why)
