@@ -46,8 +46,8 @@ from .lent import Declined, Lent
 log = logging.getLogger(__name__)
 
 _LOOK_AGAIN_S = 0.5
-# Errors of this host itself: asking another replica would not help.
-_OURS = (errno.ENOSPC, errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.EOPNOTSUPP)
+# Errors that do not pass. One of this host, which another replica does not help, or of a node.
+_FINAL = (errno.ENOSPC, errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.EOPNOTSUPP)
 # Files up to this size are made without a thread.
 _MADE_INLINE_BYTES = 1 << 20
 _BATCH_EXTENTS = 256
@@ -234,7 +234,7 @@ class Fetcher:
         told: set[int] = set()
         while True:
             absent = 0
-            refusals: list[Distrusted] = []
+            refusals: list[OSError] = []
             config, _ = self._cluster.groups.get(group)
             sources = self._sources(config, content, wrong)
             for node in sources:
@@ -244,18 +244,16 @@ class Fetcher:
                 except FileNotFoundError:
                     absent += 1
                 except OSError as error:
-                    if error.errno in _OURS:
-                        raise
-                    if isinstance(error, Distrusted):
+                    if isinstance(error, Distrusted) or error.errno in _FINAL:
                         refusals.append(error)
                     if node not in told:
                         told.add(node)
                         log.info("content %x: %s; trying another replica", content, error)
-            if sources and len(refusals) == len(sources):
-                raise refusals[0]
             wanted = self._cluster.groups.get(group)[0].in_sync
             now, nobody_has_it = time.monotonic(), sources and absent == len(sources)
             deadline = deadline or now + self._cluster.timeout_s
+            if refusals and (len(refusals) == len(sources) or now > deadline):
+                raise refusals[0]
             if wrong and (nobody_has_it or now > deadline or set(wanted).issubset(wrong)):
                 raise Wrong(
                     errno.EIO,
