@@ -7,6 +7,8 @@ from .wire import Malformed, Opcode
 
 log = logging.getLogger(__name__)
 
+# The kernel takes no other answer with an error, and the call would never end.
+_CODE_MAX = 511
 # Errors of calls that a log should explain.
 _LOGGED = (errno.EIO, errno.ENOSPC, errno.EMFILE)
 
@@ -26,8 +28,8 @@ class Counts:
     def failed(self, request: str, error: Exception) -> int:
         """Count a request of this kind that failed, and return the errno to answer. Log the error if it is
         none that a filesystem answers with."""
-        if isinstance(error, OSError) and error.errno:
-            code = error.errno
+        code = (isinstance(error, OSError) and error.errno) or 0
+        if 0 < code <= _CODE_MAX:
             if code in _LOGGED:
                 log.error("%s: %s", request, error)
         elif isinstance(error, KeyError):
