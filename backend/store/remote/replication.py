@@ -85,6 +85,7 @@ class Publisher:
         version = self._placed(version, before)
         begun_in, begun_as = self._session.number, version.extent
         transfer: Transfer | None = None
+        refused_in = 0
         with ExitStack() as ending:
             fd = await self._opened(version, ending) if version.size else -1
             while True:
@@ -117,9 +118,11 @@ class Publisher:
                     if transfer is None:
                         raise
                     self._failed(version, transfer, error, is_asked=is_asked)
-                    if not isinstance(error, OSError) or error.errno != errno.ECANCELED:
+                    is_refused = isinstance(error, OSError) and error.errno == errno.ECANCELED
+                    if not is_refused or refused_in == session:
                         raise
                     # The node takes this session for ended, or was told that this content was given up.
+                    refused_in = session
                     log.info("content %x: %s; again under another number", version.extent, error)
                     transfer = None
                 else:

@@ -249,10 +249,12 @@ class Transfer:
             try:
                 await self._send(place, self._ordered(missing))
                 break
-            except Fenced:
-                await cluster.replica.barrier()
-                continue
-            except Unreachable as error:
+            except (Fenced, Unreachable) as error:
+                if isinstance(error, Fenced):
+                    await cluster.replica.barrier()
+                    if cluster.groups.get(group)[1] != revision:
+                        continue
+                    # An honest node has seen no newer configuration than etcd has.
                 if self._ahead is not None:
                     raise
                 if not waits:
