@@ -26,8 +26,6 @@ A = TypeVar("A", bound=messages.Answer)
 KEEP_ALIVE_S = 15.0
 # In the time that a node may be silent.
 _LOOKS = 8
-# No answer takes longer: a node waits for other nodes with shorter limits.
-ANSWER_LIMIT_S = 300.0
 # A message that is sent with the next request waits no longer for one.
 _PUT_OFF_S = 0.01
 
@@ -82,8 +80,9 @@ class Ends(NamedTuple):
 class Expected:
     """An answer that is awaited inside of a `with` block."""
 
-    def __init__(self, control: "ControlClient") -> None:
+    def __init__(self, control: "ControlClient", limit_s: float = messages.Request.limit_s) -> None:
         self._control = control
+        self.limit_s = limit_s
         self._event = trio.Event()
         # The answer, or why there is none.
         self._outcome: messages.Answer | str = ""
@@ -166,7 +165,7 @@ class ControlClient:
         """Send a request and return its answer of this kind. Raises as `Expected.answer`."""
         await acquire(self._slots)
         try:
-            with Expected(self) as expected:
+            with Expected(self, request.limit_s) as expected:
                 self.caller.counters.round_trips += 1
                 await self._send(request, expected)
                 return await expected.answer(kind)
@@ -270,8 +269,8 @@ class ControlClient:
             for expected in self.waiting.values():
                 if expected.late_since is None:
                     expected.late_since = now
-                elif now - expected.late_since >= ANSWER_LIMIT_S:
-                    expected.end(f"it did not answer for {ANSWER_LIMIT_S:g} s")
+                elif now - expected.late_since >= expected.limit_s:
+                    expected.end(f"it did not answer for {expected.limit_s:g} s")
 
     async def _ping(self) -> None:
         if len(self.waiting) <= messages.REQUESTS_AT_ONCE:

@@ -170,9 +170,11 @@ class Device:
         fd, offset, length, _ = into
         _lengthen(into)
         await trio.to_thread.run_sync(empty, fd, offset, length)
+        done = 0
         for start, count in answer.segments:
-            if not 0 <= start < start + count <= length:
+            if not done <= start <= length - count:
                 raise OSError(errno.EIO, "the extent has not the length that it should have")
+            done = start + count
             shown = landed_from(landed, start)
             await self.read(extent, start, into.part(start, count), shown)
 

@@ -10,11 +10,12 @@ import errno
 import os
 from collections.abc import Callable, Collection, Iterable, Iterator
 from enum import IntEnum
-from typing import Annotated, TypeAlias, TypeVar
+from typing import Annotated, ClassVar, TypeAlias, TypeVar
 
 import msgspec
 from msgspec import Meta
 
+from ..files.sparse import SEGMENTS_MAX
 from ..model.records import SIZE_MAX
 from . import Extent, Fenced, Number, Target, Unreachable
 
@@ -80,8 +81,10 @@ class Renewed(Message, tag=4):
 
 class Request(Message, kw_only=True):
     """A message that is answered. The connection sets `number` when it sends the request, and `trace`, the
-    id of the call that the request is made for, for log lines."""
+    id of the call that the request is made for, for log lines. No answer takes longer than `limit_s`: a
+    node waits for other nodes with shorter limits."""
 
+    limit_s: ClassVar[float] = 300.0
     number: int = 0
     trace: Name = ""
 
@@ -113,7 +116,13 @@ class ToTarget(AboutExtent):
     target: Target
 
 
-class Ping(Request, tag=10):
+class Prompt(Request):
+    """The base of requests for which a node waits for no other one, and that are about little data."""
+
+    limit_s = 30.0
+
+
+class Ping(Prompt, tag=10):
     pass
 
 
@@ -125,7 +134,7 @@ class Parcel(msgspec.Struct, array_like=True, frozen=True):
     data: Annotated[bytes, Meta(max_length=PUT_BYTES_MAX)]
 
 
-class Put(AboutContents, tag=11):
+class Put(AboutContents, Prompt, tag=11):
     """Stores small extents, each on its own; the first error is the answer."""
 
     parcels: Annotated[list[Parcel], Meta(max_length=PUTS_MAX)]
@@ -135,7 +144,7 @@ class Put(AboutContents, tag=11):
         return {parcel.extent.content for parcel in self.parcels}
 
 
-class Get(Request, tag=12):
+class Get(Prompt, tag=12):
     extents: Annotated[list[Extent], Meta(max_length=GET_EXTENTS_MAX)]
     limit: Annotated[int, Meta(ge=0, le=PUT_BYTES_MAX)]
 
@@ -177,7 +186,7 @@ class Digest(AboutExtent, tag=34):
     """Asks for the digest of the bytes that the node has of an extent."""
 
 
-class Map(AboutExtent, tag=36):
+class Map(AboutExtent, Prompt, tag=36):
     """Asks where the data of an extent is."""
 
 
@@ -245,9 +254,9 @@ class EtcdOutcome(IntEnum):
 
 
 class Mapped(Answer, tag=40):
-    """The starts and lengths of an extent's data."""
+    """The starts and lengths of an extent's data, in order."""
 
-    segments: list[tuple[int, int]]
+    segments: Annotated[list[tuple[int, Length]], Meta(max_length=SEGMENTS_MAX)]
 
 
 def failure_of(error: OSError, node: int) -> tuple[int, int, str]:

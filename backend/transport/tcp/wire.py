@@ -17,7 +17,7 @@ from msgspec.msgpack import Decoder, Encoder
 from ...files.sparse import SEGMENTS_MAX
 from .. import Extent, Number, Target
 from ..frames import BadMessage, MessageSet, decoded
-from ..messages import TEXT_MAX, Answer, Errno, Name, Request, error_of
+from ..messages import TEXT_MAX, Answer, Errno, Name, Prompt, error_of
 from ..rights import ANY, NONE, OWN, Row
 from .authentication import CODE_BYTES, KEY_BYTES
 
@@ -36,7 +36,7 @@ class Op(enum.IntEnum):
     WRITE = 2
 
 
-class Admit(Request, tag=17):
+class Admit(Prompt, tag=17):
     """Asks for the right to open data connections, as long as this control connection is open."""
 
 
