@@ -92,7 +92,7 @@ def look_for_room(store: str, *, refused: bool = False) -> int:
     noted = f"{store}/{FULL}"
     try:
         if refused or _is_full(store):
-            os.utime(noted)
+            os.utime(noted, ns=(time.time_ns(),) * 2)  # not rounded to a tick
         return os.stat(noted).st_mtime_ns
     except OSError:  # its node is of a version before, or another user's
         return 0
@@ -119,8 +119,8 @@ class ExtentStore:
         # Extents below the first were there before.
         self.first = self._next = ContentId(max(self, default=0) + 1)
         # `filled` counts the extents that programs fill, which are no versions if a write to them was
-        # refused, and only programs see that. The store was last found full at `_full_ns`.
-        self.filled = self._full_ns = 0
+        # refused, and only programs see that. `_found_full` counts how often the store was.
+        self.filled = self._found_full = 0
 
     def close(self) -> None:
         os.close(self._dir_fd)
@@ -207,10 +207,10 @@ class ExtentStore:
 
     def look_for_room(self, extent: ContentId, *, refused: bool = False) -> int:
         """Note whether it is full where an extent lies, before somebody makes room, or was full for a
-        moment, as an allocation was `refused`. Return when it last was."""
+        moment, as an allocation was `refused`. Return a number that changes each time it is."""
         if refused or _is_full(self._dir_fd):
-            self._full_ns = time.time_ns()
-        return self._full_ns
+            self._found_full += 1
+        return self._found_full
 
     def statvfs(self) -> os.statvfs_result:
         return os.fstatvfs(self._dir_fd)

@@ -71,15 +71,17 @@ class Content:
 
     `dirty`: a request to the daemon changed it since it was published. `seen` is the stamp at its last
     publication, or when it was first opened in place; None if it was never published. `begun` is the stamp
-    when it began to be written. `moved`: its stamp and the time of its last change when its file got
-    another number, as the file's own time of change moves then as if it were written. `mapped`: a program
-    could map it for writing. `whole`: every writer began with an empty file, so a writer that is killed
-    publishes nothing. `refused`: the error of a write for which it was given up, else 0.
+    when it began to be written, and `found_full` what `ExtentStore.look_for_room` said then. `moved`: its
+    stamp and the time of its last change when its file got another number, as the file's own time of change
+    moves then as if it were written. `mapped`: a program could map it for writing. `whole`: every writer
+    began with an empty file, so a writer that is killed publishes nothing. `refused`: the error of a write
+    for which it was given up, else 0.
     """
 
     __slots__ = (
-        "awaited", "base", "begun", "dirty", "extent", "fd", "holds", "ino", "leaves", "leaving", "lock",
-        "mapped", "moved", "opens", "preparing", "refused", "seen", "state", "whole", "writers",
+        "awaited", "base", "begun", "dirty", "extent", "fd", "found_full", "holds", "ino", "leaves",
+        "leaving", "lock", "mapped", "moved", "opens", "preparing", "refused", "seen", "state", "whole",
+        "writers",
     )  # fmt: skip
 
     def __init__(self, inode: Inode, *, replaces: bool = False) -> None:
@@ -89,7 +91,7 @@ class Content:
         self.extent = inode.extent
         self.fd = -1
         self.holds = self.opens = self.writers = 0
-        self.leaving = self.preparing = self.awaited = self.refused = 0
+        self.leaving = self.preparing = self.awaited = self.refused = self.found_full = 0
         self.leaves = self.dirty = self.mapped = self.whole = False
         self.seen: Stamp | None = None
         self.begun: Stamp | None = None
@@ -130,10 +132,12 @@ class Content:
         assert state is self.state or state in self.state.following, f"{self} becomes {state.name}"
         self.state = state
 
-    def begin_empty(self, stamp: Stamp, *, has_version: bool, whole: bool = False) -> None:
+    def begin_empty(
+        self, stamp: Stamp, found_full: int, *, has_version: bool, whole: bool = False
+    ) -> None:
         """Begin to be written, in an extent of its own that is empty. `has_version`: so is the file's
         version."""
-        self.begun = stamp
+        self.begun, self.found_full = stamp, found_full
         if self.state is State.REPLACING:
             return
         self.seen, self.whole = stamp if has_version else None, whole

@@ -136,7 +136,8 @@ class Sharing:
             raise
         self._table.give_extent(content, extent, frees=False)
         self._table.keep_open(content, fd)
-        content.begin_empty(stamp, has_version=bool(inode.version), whole=whole)
+        found_full = self._store.extents.look_for_room(extent)
+        content.begin_empty(stamp, found_full, has_version=bool(inode.version), whole=whole)
 
     # -- what others see of it -------------------------------------------------------------------
 

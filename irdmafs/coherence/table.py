@@ -118,8 +118,8 @@ class ContentTable:
         or was found so since. Also such a write moves a time."""
         refused = content.refused
         if content.state is State.REPLACING and not handle.node.cached:
-            full_ns = self.store.extents.look_for_room(content.extent)
-            was_full = content.begun is not None and content.begun[1] <= full_ns
+            found_full = self.store.extents.look_for_room(content.extent)
+            was_full = content.begun is not None and content.found_full != found_full
             if was_full and (self._grain_ns > 0 or self.is_written(content)):
                 refused = errno.ENOSPC
         if refused:

@@ -3,6 +3,7 @@
 import contextlib
 import errno
 import os
+import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -141,6 +142,24 @@ def test_versions_stay_whoever_makes_room_after_a_refused_write(new_mount: NewMo
         with contextlib.suppress(OSError):
             os.close(refused)
         assert (path.read_bytes(), another.read_bytes()) == (b"newer", b"before")
+
+
+def test_a_version_stays_after_a_refused_write_though_the_clock_went_back(
+    new_mount: NewMount,
+) -> None:
+    top = new_mount(store_size="24m").path
+    (top / "other").write_bytes(bytes(MIB))
+    (top / "file").write_bytes(b"before")
+    fd = os.open(top / "file", os.O_WRONLY | os.O_TRUNC)
+    # As if it had been begun by a clock that was set back since.
+    os.utime(fd, (time.time() + 3600, time.time() + 3600))
+    with fails_with(errno.ENOSPC):
+        while True:
+            os.write(fd, bytes(MIB))
+    os.unlink(top / "other")
+    with fails_with(errno.ENOSPC):
+        os.close(fd)
+    assert (top / "file").read_bytes() == b"before"
 
 
 def test_a_file_is_emptied_in_a_full_store(new_mount: NewMount) -> None:
