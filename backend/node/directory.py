@@ -20,6 +20,7 @@ import time
 from collections.abc import Iterator
 from contextlib import ExitStack
 
+from ..cluster.lease import now_s
 from ..files.extents import FULL, in_memory, lock_directory
 from ..transport import Extent
 
@@ -105,7 +106,8 @@ def _opened(stack: ExitStack, path: str) -> int:
 
 class Quarantine:
     """Extents that are kept although nothing names them, in case that they are needed again. They are in
-    the directory `fd`, which stays the caller's, since their time of modification.
+    the directory `fd`, which stays the caller's, since their time of modification; as long as the node runs
+    they get older by its own clock, whatever happens to the time of day.
 
     The node frees extents that it saw being removed or superseded. An extent that it merely finds without a
     name, at its start or after a gap in the watch, goes into quarantine: etcd may have been restored from a
@@ -117,7 +119,8 @@ class Quarantine:
         self.kept_s = kept_s
         self.bytes = 0
         self._fd = fd
-        self._kept: dict[Extent, tuple[int, float]] = {}  # size, since; the oldest first
+        # Size, and since when by now_s(); the oldest first.
+        self._kept: dict[Extent, tuple[int, float]] = {}
         # The stripes that are here, by content.
         self.stripes: dict[int, set[int]] = {}
         found = []
@@ -126,8 +129,8 @@ class Quarantine:
             if extent is not None and entry.is_file(follow_symlinks=False):
                 status = entry.stat(follow_symlinks=False)
                 found.append((status.st_mtime, extent, status.st_size))
-        for since, extent, size in sorted(found):
-            self._add(extent, size, since)
+        for modified, extent, size in sorted(found):
+            self._add(extent, size, now_s() - (time.time() - modified))
 
     def __len__(self) -> int:
         return len(self._kept)
@@ -144,9 +147,8 @@ class Quarantine:
         self._forget(extent)
         name = extent_name(extent)
         os.rename(name, name, src_dir_fd=sealed_fd, dst_dir_fd=self._fd)
-        now = time.time()
-        os.utime(name, (now, now), dir_fd=self._fd)
-        self._add(extent, size, now)
+        os.utime(name, dir_fd=self._fd)
+        self._add(extent, size, now_s())
 
     def move_out(self, extent: Extent, name: str, to_fd: int) -> None:
         """Move an extent's file elsewhere, as `name`: sealed again, or removed. Raises ENOENT."""
@@ -155,7 +157,7 @@ class Quarantine:
 
     def due(self, wanted_bytes: int) -> list[Extent]:
         """Return the extents that are here long enough, and the oldest others that free so many bytes."""
-        until = time.time() - self.kept_s
+        until = now_s() - self.kept_s
         found = []
         for extent, (size, since) in self._kept.items():
             if since > until and wanted_bytes <= 0:

@@ -139,8 +139,8 @@ class Scrub:
         now, state = time.time(), self._state
         self._wrong.drop_unneeded()
         return {
-            "scrub_age_s": round(now - state.finished, 1) if state.finished else None,
-            "scrub_running_s": round(now - state.began, 1) if state.began else None,
+            "scrub_age_s": round(max(0.0, now - state.finished), 1) if state.finished else None,
+            "scrub_running_s": round(max(0.0, now - state.began), 1) if state.began else None,
             "scrub_share": self._share() if state.began else None,
             "wrong_files": [list(one) for one in self._wrong.inodes().items()][:_NAMED_MAX],
         }
@@ -160,8 +160,9 @@ class Scrub:
             self._save()
         while True:
             self._told = trio.Event()
-            age_s = time.time() - self._state.finished
-            if self._state.began or age_s >= self._period_s > 0:
+            # A round that ended in the future was dated by a wrong clock.
+            is_due = not 0 <= time.time() - self._state.finished < self._period_s
+            if self._state.began or (is_due and self._period_s > 0):
                 await self._round()
             with trio.move_on_after(_LOOK_PERIOD_S):
                 await self._told.wait()

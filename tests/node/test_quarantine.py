@@ -114,6 +114,19 @@ def test_it_outlives_a_restart_and_goes_in_time(memory: Path) -> None:
         assert contents_of(files, Extent(2, 0)) == b"new"
 
 
+def test_it_stays_though_the_clock_is_set_while_the_node_runs(
+    memory: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    true_time = time.time
+    monkeypatch.setattr(time, "time", lambda: 1.0)
+    with Files(str(memory), quarantine_s=1000) as files:
+        keep(files, Extent(1, 0), b"found by a clock that nobody has set")
+        files.set_aside(Extent(1, 0))
+        monkeypatch.setattr(time, "time", true_time)
+        assert files.tidy_quarantine() == 0
+        assert aside(files) == {Extent(1, 0)}
+
+
 def test_it_counts_as_free_and_the_oldest_go_for_what_comes(small_tmpfs: Path) -> None:
     with Files(str(small_tmpfs)) as files:
         for content in range(1, 7):

@@ -2,7 +2,9 @@
 them right; a copy that is wrong never takes the place of a sound one."""
 
 import errno
+import json
 import os
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -82,6 +84,21 @@ def test_a_round_finds_and_mends_what_nobody_reads(cluster: Cluster, here: Path)
     assert after["scrub_age_s"] < before["scrub_age_s"] + 60
     assert after["wrong_mended"] - before["wrong_mended"] == stripes_of(contents)
     assert cluster.status()["health"] == "ok"
+
+
+def test_a_round_that_ended_in_the_future_does_not_keep_the_next_one_waiting(
+    cluster: Cluster, here: Path
+) -> None:
+    contents = list(publish(here, SIZES).values())
+    bad = cluster.nodes[1]
+    bad.terminate()
+    assert sum(damage(bad, content) for content in contents) == stripes_of(contents)
+    progress = bad.store / "scrub.json"
+    state = json.loads(progress.read_text())
+    # By a clock that was wrong.
+    progress.write_text(json.dumps(state | {"finished": time.time() + 1e9}))
+    bad.start()
+    soon(lambda: sound(bad, contents) == stripes_of(contents))
 
 
 def test_a_file_that_nobody_has_right_is_named_until_published(
