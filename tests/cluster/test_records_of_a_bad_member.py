@@ -163,3 +163,28 @@ def test_a_node_that_announces_a_store_in_a_mount_stops_no_mount(cluster: Cluste
     for number in range(3):
         (mount.path / f"later{number}").write_bytes(b"a" * 300_000)
         assert (mount.path / f"later{number}").read_bytes() == b"a" * 300_000
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="another user's directory takes root")
+def test_a_node_that_announces_another_users_directory_gives_no_bytes(
+    cluster: Cluster, tmp_path: Path
+) -> None:
+    (node,), mount, there = cluster.nodes, cluster.mounts[0], cluster.mounts[1].path
+    for name in ("incoming", "extents", "held"):
+        (tmp_path / name).mkdir()
+    (tmp_path / "node.json").write_bytes((node.store / "node.json").read_bytes())
+    (tmp_path / "secret").write_bytes(b"s" * 300_000)
+    # Many, as the mount looks at the directory while it reads.
+    files = [f"borrowed{number}" for number in range(40)]
+    for name in files:
+        (there / name).write_bytes(b"f" * 300_000)
+        record = cluster.value(inode_key((there / name).stat().st_ino))
+        extent = Inode.decode(1, record, 1).extent
+        (tmp_path / "extents" / f"{extent:x}.0").symlink_to(tmp_path / "secret")
+    os.chown(tmp_path, 65534, 65534)
+    key = records.key_of(b"n", node.node_id)
+    known = records.decode(cluster.value(key), records.NodeAddress)
+    lie = msgspec.structs.replace(known, host=mount.name, store=str(tmp_path))
+    cluster.put([Put(key, records.encode(lie))], "node")
+    for name in files:
+        assert (mount.path / name).read_bytes() == b"f" * 300_000

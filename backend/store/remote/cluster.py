@@ -159,26 +159,33 @@ class Cluster(Member):
     async def _find_node_here(self) -> None:
         """Find `here`, in a thread: a node may announce any path, also one below this very mount."""
         for node, address in list(self.members.nodes.items()):
-            if address.host == self.host and await trio.to_thread.run_sync(
-                _is_store_of, address.store, node, abandon_on_cancel=True, limiter=self._looking
+            if address.host == self.host and (
+                store := await trio.to_thread.run_sync(
+                    _store_of, address.store, node, abandon_on_cancel=True, limiter=self._looking
+                )
             ):
                 is_there = self.members.nodes.get(node) == address
-                self.here, self.store_here = (node, address.store) if is_there else (0, "")
+                self.here, self.store_here = (node, store) if is_there else (0, "")
 
     def has_member_here(self, group: int) -> bool:
         return self.here in self.groups.get(group)[0].members
 
 
-def _is_store_of(directory: str, node: int) -> bool:
+def _store_of(directory: str, node: int) -> str:
+    """Return the path, without links, of a node's store directory that this process can open; "" if it is
+    none, or of a user who could have this process open any file there."""
     try:
+        directory = os.path.realpath(directory)
         with open(f"{directory}/node.json", "rb") as file:
-            return (
-                not filesystem_of(os.fstat(file.fileno()).st_dev).startswith(b"fuse")
+            is_there = (
+                os.stat(directory).st_uid in (0, os.geteuid())
+                and not filesystem_of(os.fstat(file.fileno()).st_dev).startswith(b"fuse")
                 and bool(json.load(file)["id"] == f"{node:x}")
                 and os.access(f"{directory}/incoming", os.W_OK | os.X_OK)
             )
+            return directory if is_there else ""
     except (OSError, ValueError, KeyError, TypeError, RecursionError):
-        return False
+        return ""
 
 
 def for_each_stripe(
