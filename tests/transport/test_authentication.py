@@ -73,6 +73,7 @@ HANDSHAKE = {messages.Hello, messages.Welcome, messages.Refused}
 BASES = {
     messages.Message,
     messages.Request,
+    messages.Prompt,
     messages.AboutContents,
     messages.AboutExtent,
     messages.ToTarget,

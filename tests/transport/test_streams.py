@@ -13,6 +13,7 @@ import trio
 import trio.testing
 from harness.errors import fails_with
 
+from irdmafs.backend.transport.frames import BadMessage
 from irdmafs.backend.transport.tcp.authentication import Authentication
 from irdmafs.backend.transport.tcp.channel import Channel
 from irdmafs.backend.transport.tcp.streams import (
@@ -134,6 +135,13 @@ def test_what_is_said_during_the_last_bytes_is_heard_after_them(
     assert one.next_message(decode_reply, wait=True) == Reply(ReplyKind.WORKING)
     early = send_range(one, files[0], 0, 100)
     assert (early or wait_for_reply(one)) == Reply(ReplyKind.OK)
+
+
+def test_a_node_does_not_have_a_reader_wait(ends: tuple[Counting, Counting]) -> None:
+    one, other = ends
+    other.say(Reply(ReplyKind.WORKING))
+    with pytest.raises(BadMessage):
+        wait_for_reply(one, may_work=False)
 
 
 def test_what_follows_the_last_bytes_is_no_reply_to_them(

@@ -102,8 +102,9 @@ def send_stream(
     reply.check()
 
 
-def wait_for_reply(channel: Channel) -> Reply:
-    """Return the final reply. Raises Lost when the peer says nothing for the channel's patience."""
+def wait_for_reply(channel: Channel, *, may_work: bool = True) -> Reply:
+    """Return the final reply. Raises Lost when the peer says nothing for the channel's patience, and
+    BadMessage if it says that it is working and has nothing to wait for."""
     progress_at = time.monotonic()
     while True:
         reply = channel.next_message(decode_reply, wait=True)
@@ -111,6 +112,8 @@ def wait_for_reply(channel: Channel) -> Reply:
             check_progress(progress_at, channel.patience_s)
         elif reply.kind is not ReplyKind.WORKING:
             return reply
+        elif not may_work:
+            raise BadMessage("it has a reader wait")
         else:
             progress_at = time.monotonic()
 

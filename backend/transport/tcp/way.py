@@ -276,7 +276,7 @@ def _receive(channel: Channel, header: Header, fd: int, base: int, landed: Lande
     """Receive one stream of an extent. Raises the node's error."""
     channel.clean = False
     channel.say(header)
-    reply = wait_for_reply(channel)
+    reply = wait_for_reply(channel, may_work=False)
     if reply.kind is ReplyKind.OK:
         ranges = header.ranges
         if base:
