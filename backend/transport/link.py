@@ -143,6 +143,8 @@ class Link:
             why = str(error) or "it closed the connection"
         except OSError as error:
             why = error.strerror or str(error)
+        except ValueError as error:
+            why = f"nothing has such an address: {error}"
         if not why:
             self._why, self._distrusts = "", False
             # A node that does not answer in time is left alone: the next caller need not wait for it.

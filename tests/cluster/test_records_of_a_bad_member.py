@@ -165,6 +165,18 @@ def test_a_node_that_announces_a_store_in_a_mount_stops_no_mount(cluster: Cluste
         assert (mount.path / f"later{number}").read_bytes() == b"a" * 300_000
 
 
+def test_a_node_that_announces_no_address_stops_no_mount(cluster: Cluster) -> None:
+    (node,), key = cluster.nodes, records.key_of(b"n", 1)
+    known = records.decode(cluster.value(records.key_of(b"n", node.node_id)), records.NodeAddress)
+    lie = msgspec.structs.replace(known, address="é" * 300)
+    cluster.put([Put(key, records.encode(lie))], "node")
+    late = cluster.add_mount()
+    (late.path / "later").write_bytes(b"a" * 300_000)
+    assert (cluster.mounts[0].path / "later").read_bytes() == b"a" * 300_000
+    assert "Traceback" not in cluster.administer("status")
+    cluster.put([Delete(key)], "node")
+
+
 @pytest.mark.skipif(os.geteuid() != 0, reason="another user's directory takes root")
 def test_a_node_that_announces_another_users_directory_gives_no_bytes(
     cluster: Cluster, tmp_path: Path

@@ -452,6 +452,16 @@ async def test_a_node_that_is_not_registered_is_unreachable(memory: Path) -> Non
             await peers.ping(77)
 
 
+@pytest.mark.parametrize("address", ["é" * 300, "x" * 300, "a\0b", ""])
+async def test_a_node_with_an_address_that_nothing_has_is_unreachable(
+    memory: Path, address: str
+) -> None:
+    async with in_cluster(memory, 1) as cluster:
+        (memory / "addresses" / "1").write_text(json.dumps([address, 1, 1, ["tcp"]]))
+        with pytest.raises(Unreachable):
+            await cluster.peers.ping(1)
+
+
 async def test_another_node_at_a_known_address_is_not_taken_for_it(memory: Path) -> None:
     async with in_cluster(memory, 1) as cluster:
         (memory / "addresses" / "8").write_text((memory / "addresses" / "1").read_text())

@@ -92,7 +92,7 @@ def _check_rdma(rdma: Rdma, members: Members) -> None:
     for node in members.nodes.values():
         try:
             local = local_address(node.address)
-        except OSError:
+        except (OSError, ValueError):
             continue
         rdma.check(local)
         return
