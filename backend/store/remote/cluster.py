@@ -159,11 +159,12 @@ class Cluster(Member):
     async def _find_node_here(self) -> None:
         """Find `here`, in a thread: a node may announce any path, also one below this very mount."""
         for node, address in list(self.members.nodes.items()):
-            if address.host == self.host and (
-                store := await trio.to_thread.run_sync(
-                    _store_of, address.store, node, abandon_on_cancel=True, limiter=self._looking
-                )
-            ):
+            if address.host != self.host:
+                continue
+            store = await trio.to_thread.run_sync(
+                _store_of, address.store, node, abandon_on_cancel=True, limiter=self._looking
+            )
+            if store:
                 is_there = self.members.nodes.get(node) == address
                 self.here, self.store_here = (node, store) if is_there else (0, "")
 
