@@ -46,7 +46,7 @@ from .lent import Declined, Lent
 log = logging.getLogger(__name__)
 
 _LOOK_AGAIN_S = 0.5
-# Errors that do not pass. One of this host, which another replica does not help, or of a node.
+# Errors of this host, or of a node, that waiting does not end.
 _FINAL = (errno.ENOSPC, errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.EOPNOTSUPP)
 # Files up to this size are made without a thread.
 _MADE_INLINE_BYTES = 1 << 20
