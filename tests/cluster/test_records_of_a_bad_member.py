@@ -163,6 +163,7 @@ def test_a_node_that_announces_a_store_in_a_mount_stops_no_mount(cluster: Cluste
     for number in range(3):
         (mount.path / f"later{number}").write_bytes(b"a" * 300_000)
         assert (mount.path / f"later{number}").read_bytes() == b"a" * 300_000
+    cluster.put([Put(key, records.encode(known))], "node")
 
 
 def test_a_node_that_announces_no_address_stops_no_mount(cluster: Cluster) -> None:
@@ -173,7 +174,7 @@ def test_a_node_that_announces_no_address_stops_no_mount(cluster: Cluster) -> No
     late = cluster.add_mount()
     (late.path / "later").write_bytes(b"a" * 300_000)
     assert (cluster.mounts[0].path / "later").read_bytes() == b"a" * 300_000
-    assert "Traceback" not in cluster.administer("status")
+    assert "Traceback" not in cluster.administer("status", allowed=(0, 1))
     cluster.put([Delete(key)], "node")
 
 
@@ -200,3 +201,4 @@ def test_a_node_that_announces_another_users_directory_gives_no_bytes(
     cluster.put([Put(key, records.encode(lie))], "node")
     for name in files:
         assert (mount.path / name).read_bytes() == b"f" * 300_000
+    cluster.put([Put(key, records.encode(known))], "node")

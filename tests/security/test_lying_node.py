@@ -63,7 +63,6 @@ def test_what_one_node_does_not_give_is_read_from_another(
         (0, errno.EIO),
         (errno.ESTALE, errno.ETIMEDOUT),
         (errno.ECANCELED, errno.ECANCELED),
-        (lying_node.NEVER, errno.ETIMEDOUT),
     ],
 )
 def test_what_one_node_does_not_take_is_an_error_of_its_writer(
@@ -78,3 +77,11 @@ def test_what_one_node_does_not_take_is_an_error_of_its_writer(
     assert (here / "file").read_bytes() == b"before"
     (here / "file").write_bytes(b"after")
     assert (here / "file").read_bytes() == b"after"
+
+
+def test_what_one_node_does_not_answer_comes_to_it_by_way_of_another(
+    cluster: Cluster, here: Path, there: Path
+) -> None:
+    with lying(cluster, lying_node.NEVER):
+        (here / "file").write_bytes(b"written")
+    assert (there / "file").read_bytes() == b"written"

@@ -36,5 +36,5 @@ def _lie_to_mounts(kind: type[messages.Request]) -> None:
 if __name__ == "__main__":
     for kind in (messages.Get, messages.Map, messages.Put):
         _lie_to_mounts(kind)
-    messages.Prompt.limit_s = 0.1
+        kind.limit_s = 0.1
     main(prog_name="irdmafs")
