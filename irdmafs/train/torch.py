@@ -28,6 +28,10 @@ from .worker import Worker
 
 __all__ = ["DiLoCo", "ParameterServerOptimizer"]
 
+# A large gradient is summed in rows of so many bytes, a prime number of words: rows of a gradient are no
+# multiples of that. Measured: 4 GB/s with two processors, 0.2 GB/s with elements of 8 bytes.
+_ROW_BYTES = 8 * 4099
+
 
 class _Member(Closing):
     """A worker whose newest version is in a model's parameters, as a context manager."""
@@ -199,8 +203,8 @@ class _EarlyPush:
     def __init__(self, worker: Worker, tensors: Mapping[str, Any]) -> None:
         self._worker = worker
         self._push: OpenPush | None = None
-        # By parameter: the gradient that was put, and how often it had been changed in place.
-        self._put: dict[str, tuple[Any, int]] = {}
+        # By parameter: the digest of the gradient that was put.
+        self._put: dict[str, Any] = {}
         self._hooks = [
             tensor.register_post_accumulate_grad_hook(partial(self._made, name))
             for name, tensor in tensors.items()
@@ -214,15 +218,14 @@ class _EarlyPush:
         if self._push is None:
             self._push = self._worker.begin_push()
         self._push.put(name, gradient)
-        self._put[name] = (gradient, gradient._version)
+        self._put[name] = _digest(gradient)
 
     def finish(self, gradients: Mapping[str, Any], weight: float, lr: float) -> None:
         """Push these gradients; those that were put already need not be written any more."""
         if self._put.keys() - gradients.keys():
             self.abort()
         for name, gradient in gradients.items():
-            put, changes = self._put.get(name, (None, 0))
-            if put is not gradient or changes != gradient._version:
+            if name not in self._put or not torch.equal(self._put[name], _digest(gradient)):
                 self._put_now(name, gradient)
         push = self._push or self._worker.begin_push()
         self._push = None
@@ -314,6 +317,20 @@ def _parameters_of(inner: torch.optim.Optimizer) -> dict[str, Any]:
             )
         named |= zip(group["param_names"], group["params"], strict=True)
     return named
+
+
+def _digest(gradient: Any) -> Any:
+    """Return sums of the bits of a gradient. They tell what its version does not: GradScaler.unscale_, and
+    changes of `.data` or of numpy's view, leave that as it was."""
+    raw = gradient.detach().reshape(-1).view(torch.uint8)
+    whole = len(raw) // _ROW_BYTES * _ROW_BYTES
+    if not whole:
+        return raw.clone()
+    words = raw[:whole].clone() if raw.storage_offset() % 8 else raw[:whole]
+    # In sums of 64 bits the signs of two elements of 8 bytes would cancel each other.
+    kind = torch.int32 if gradient.element_size() == 8 else torch.int64
+    sums = words.view(kind).view(-1, _ROW_BYTES // kind.itemsize).sum(0)
+    return torch.cat((sums.view(torch.uint8), raw[whole:]))
 
 
 def _check_shapes(worker: Worker, tensors: Mapping[str, Any]) -> None:

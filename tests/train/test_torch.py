@@ -2,7 +2,7 @@
 
 import os
 from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor, wait
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
@@ -269,13 +269,20 @@ def test_gradients_that_change_after_backward_are_pushed_as_they_are_at_the_step
             place / f"overlap-{overlap}", model, TrainConfig(lr=0.5, workers=1), shards
         )
         with optimizer_of(folder, model, overlap=overlap) as optimizer:
-            for change in ("accumulate", "clip", "replace", "drop", "skip"):
+            scaler = torch.amp.GradScaler("cpu", init_scale=8.0)
+            for change in ("accumulate", "clip", "unscale", "data", "replace", "drop", "skip"):
                 optimizer.zero_grad()
-                loss_of(model, *batch(0, 0)).backward()
+                scaler.scale(loss_of(model, *batch(0, 0))).backward()
+                if overlap:
+                    wait(optimizer._early._push._written.values())
                 if change == "accumulate":
                     loss_of(model, *batch(1, 0)).backward()
                 elif change == "clip":
                     torch.nn.utils.clip_grad_norm_(model.parameters(), 1e-3)
+                elif change == "unscale":
+                    scaler.unscale_(optimizer)
+                elif change == "data":
+                    model[0].bias.grad.data.neg_()
                 elif change == "replace":
                     model[2].weight.grad = torch.ones_like(model[2].weight)
                 elif change == "drop":
