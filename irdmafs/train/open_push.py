@@ -14,7 +14,7 @@ from ..client import _files
 from ..client._dtypes import Array
 from ..client._safetensors import encode
 from .directory import TrainDirectory
-from .errors import Refused, invalid
+from .errors import Refused, TrainError, invalid
 from .layout import Shard
 from .pushes import STEP, arrays_of, check_finite, slices_of
 
@@ -58,6 +58,7 @@ class OpenPush:
                 self._holders.setdefault(part.parameter.name, []).append(shard)
                 self._holders.setdefault(part.scales, []).append(shard)
         self._values: dict[str, Array] = {}
+        self._ended = False
         self._lock = threading.Lock()
         # The files that were or are being written, by shard, and the shards that have changed since.
         self._written: dict[str, Future[None]] = {}
@@ -65,7 +66,9 @@ class OpenPush:
         self._threads = ThreadPoolExecutor(_AT_ONCE, thread_name_prefix="irdmafs-push")
 
     def put(self, name: str, gradient: object) -> None:
-        """Add a gradient, or replace the one of that name. Raises Refused if it does not fit."""
+        """Add a gradient, or replace the one of that name. Raises Refused if it does not fit, and TrainError
+        if the push was finished or dropped."""
+        self._refuse_if_ended()
         value = arrays_of(self._train.layout, {name: gradient})[name]
         with self._lock:
             self._values[name] = value
@@ -84,15 +87,22 @@ class OpenPush:
 
     def finish(self, weight: float = 1.0, *, lr: float | None = None) -> int:
         """Publish the push, as Worker.push() does, and return its step. Parameters that were not put are
-        left out. Raises Refused and OSError, after which nothing of the push is there."""
-        with self._noting():
+        left out. Raises Refused and OSError, after which nothing of the push is there, and TrainError as
+        put() does."""
+        self._refuse_if_ended()
+        with self._train.naming(), self._noting():
             try:
                 step = self._finish(weight, lr)
             except BaseException:
                 self.abort()
                 raise
+        self._ended = True
         self._threads.shutdown()
         return step
+
+    def _refuse_if_ended(self) -> None:
+        if self._ended:
+            raise TrainError("this push was finished or dropped: begin another")
 
     def _finish(self, weight: float, lr: float | None) -> int:
         # A file that is written anew has no other writer: it would be emptied for those who have it mapped.
@@ -112,7 +122,11 @@ class OpenPush:
         return self._publish(self._values, weight, lr)
 
     def abort(self) -> None:
-        """Drop the push. If its files cannot be removed, the next worker of the name removes them."""
+        """Drop the push, unless it is finished. If its files cannot be removed, the next worker of the name
+        removes them."""
+        if self._ended:
+            return
+        self._ended = True
         self._threads.shutdown(cancel_futures=True)
         if self._path is not None:
             with contextlib.suppress(OSError):

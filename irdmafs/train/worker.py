@@ -64,6 +64,8 @@ class Worker(Closing):
         self._looked_s = 0.0
         self._in_turns = self._turns()
         self._prefetch: Prefetch | None = None
+        self._open: OpenPush | None = None
+        self._closed = False
         # True if the last pull gave arrays that show the version's files: the next one probably does, too.
         self._shows = False
         self._take_part()
@@ -144,6 +146,8 @@ class Worker(Closing):
 
     def close(self) -> None:
         """Take part no longer: nobody waits for this worker any more. What it pushed counts."""
+        self._closed = True
+        self._drop_open()
         self._end_prefetch()
         if self._lock.is_held:
             self.train.discard(self._home)
@@ -177,11 +181,16 @@ class Worker(Closing):
 
     def begin_push(self) -> OpenPush:
         """Begin the next push before all of its gradients are there: they are put into it one by one, and
-        each shard is written when it is complete. Finish or abort it before the next push begins."""
+        each shard is written when it is complete. One that is not finished is dropped when the next
+        begins, or the worker is closed. Raises Refused, TrainError if the worker is closed, and OSError."""
         # Its weight and learning rate are known when it is finished: maybe they are those of the last one.
-        return self._open_push(self._weight, self._lr, None)
+        with self.train.naming():
+            return self._open_push(self._weight, self._lr, None)
 
     def _open_push(self, weight: float, lr: float | None, out: Out) -> OpenPush:
+        if self._closed:
+            raise TrainError(f"the worker {self.name!r} of {self.train.models} is closed")
+        self._drop_open()
         if not self._lock.is_held:
             self._take_part_again()
         name = name_in_shards(self._next_push(weight, lr))
@@ -190,10 +199,16 @@ class Worker(Closing):
             self.config = self.train.config()
         self._begin_prefetch(out)
         path = None if self.layout.is_small else self._make_staged(name)
-        return OpenPush(
+        self._open = OpenPush(
             self.train, self._in_turns, path, self.step + 1, noting=noting,
             finite=self.config.nonfinite == "refuse", publish=partial(self._publish, path),
         )  # fmt: skip
+        return self._open
+
+    def _drop_open(self) -> None:
+        push, self._open = self._open, None
+        if push is not None:
+            push.abort()
 
     def _make_staged(self, name: str) -> Path:
         """Make a directory for the files of a push: that of the last one, if it has counted, as writing its
@@ -241,7 +256,7 @@ class Worker(Closing):
             # It fails if the worker was taken for dead since the push was begun, and its files removed.
             os.rename(written, self.train.push / name)
         self.step = self._pushed = push.step
-        self._last = name
+        self._last, self._open = name, None
         self._watch.pushed(name, self.step)
         return self.step
 
@@ -352,11 +367,12 @@ class Worker(Closing):
             prefetch.close()
 
     def _check_out(self, out: Out) -> None:
-        shapes = self.layout.shapes
         for name, target in (out or {}).items():
-            if tuple(target.shape) != shapes[name]:
-                shape = tuple(target.shape)
-                raise ValueError(f"array of {shape} for the parameter {name!r} of {shapes[name]}")
+            shape, wanted = tuple(target.shape), self.layout.shapes[name]
+            # Floats have this in the names of their types in numpy, ml_dtypes and torch.
+            if shape != wanted or "float" not in str(target.dtype):
+                text = f"{target.dtype} array of {shape} for the parameter {name!r}"
+                raise ValueError(f"{text}, which is floats of {wanted}")
 
     def _show(self, plan: Plan, out: Out) -> dict[str, Any]:
         self._check_out(out)

@@ -41,6 +41,30 @@ def test_push_that_misfits_the_model_or_has_no_weight_is_refused(run: Path, shar
                 worker.push(ones(), weight=weight)
 
 
+@pytest.mark.parametrize("small", [True, False])
+def test_push_that_was_finished_or_dropped_counts_no_more(run: Path, small: bool) -> None:
+    start(run, shards=1 if small else 3, small=small)
+    with Reducer(run) as reducer, Worker(run, "w") as worker:
+        pushes = [worker.begin_push() for _ in range(2)]
+        pushes[1].put("norm", np.ones(3, np.float32))
+        assert pushes[1].finish() == 1
+        pushes.append(worker.begin_push())
+        pushes[2].abort()
+        assert worker.push({"norm": np.ones(3, np.float32)}) == 2
+        for push in pushes:
+            with pytest.raises(TrainError, match="begin another"):
+                push.finish()
+            with pytest.raises(TrainError, match="begin another"):
+                push.put("norm", np.ones(3, np.float32))
+        reduce(reducer)
+        assert parameters(run)["norm"].tolist() == [2] * 3
+        pushes.append(worker.begin_push())
+    for use in (worker.push, lambda _: pushes[3].finish()):
+        with pytest.raises(TrainError, match="is closed|begin another"):
+            use(ones())
+    assert not os.listdir(TrainDirectory(run).workers)
+
+
 @pytest.mark.parametrize("shards", [1, 3])
 def test_push_that_is_removed_while_it_is_planned_holds_nobody_up(run: Path, shards: int) -> None:
     start(run, shards=shards)

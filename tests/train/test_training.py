@@ -239,8 +239,9 @@ def test_pull_copies_into_arrays_of_the_caller_in_any_order(run: Path) -> None:
         assert not shown["embedding"].flags.writeable
         with pytest.raises(KeyError):
             worker.pull({"unknown": np.zeros(3)})
-        with pytest.raises(ValueError, match="for the parameter"):
-            worker.pull({"norm": np.zeros(4, np.float32)})
+        for target in (np.zeros(4, np.float32), np.zeros(3, int)):
+            with pytest.raises(ValueError, match="for the parameter"):
+                worker.pull({"norm": target})
 
 
 def test_arrays_that_were_pulled_stay_when_their_version_is_removed(run: Path) -> None:
