@@ -43,11 +43,11 @@ def draft(path: StrPath) -> Iterator[str]:
 @contextlib.contextmanager
 def _aside(path: StrPath) -> Iterator[str]:
     """Give a path at which something is to be made, which is at ``path`` when the block ends."""
-    parent, name = os.path.split(os.fspath(path).rstrip("/"))
+    parent, name = os.path.split(os.fsdecode(path).rstrip("/"))
     if name in ("", os.curdir, os.pardir):
         raise OSError(errno.EINVAL, "It names no directory to make", path)
     path = os.path.join(os.path.abspath(parent), name)
-    place = tempfile.mkdtemp(prefix=".draft-", dir=os.path.dirname(path))
+    place, owner = tempfile.mkdtemp(prefix=".draft-", dir=os.path.dirname(path)), os.getpid()
     try:
         store_together(place)
         inside = os.path.join(place, name)
@@ -59,7 +59,8 @@ def _aside(path: StrPath) -> Iterator[str]:
                 raise OSError(error.errno, error.strerror, path) from None
             rename(inside, path, RENAME_EXCHANGE)
     finally:
-        shutil.rmtree(place, ignore_errors=True)
+        if os.getpid() == owner:
+            shutil.rmtree(place, ignore_errors=True)
 
 
 def store_together(directory: str) -> None:
@@ -85,11 +86,12 @@ def clone(source: StrPath, target: StrPath) -> Cloned:
     is just being written, or lies elsewhere, is copied byte by byte. Raises OSError: EINVAL for a target in
     the source.
     """
+    source, target = os.fsdecode(source), os.fsdecode(target)
     if os.path.realpath(target).startswith(os.path.join(os.path.realpath(source), "")):
         raise OSError(errno.EINVAL, "It is in what is to be copied", target)
     copying = Copying()
     with _aside(target) as place:
-        copying.copy({place: os.fspath(source)}, os.path.dirname(place))
+        copying.copy({place: source}, os.path.dirname(place))
     shared, copied = copying.shared, copying.copied
     return Cloned(len(shared), sum(shared), len(copied), sum(copied))
 

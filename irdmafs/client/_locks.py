@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import errno
 import fcntl
+import os
 import struct
 
 READ, WRITE, NONE = fcntl.F_RDLCK, fcntl.F_WRLCK, fcntl.F_UNLCK
@@ -14,19 +15,23 @@ _F_OFD_GETLK, _F_OFD_SETLK, _F_OFD_SETLKW = 36, 37, 38
 _FLOCK = struct.Struct("hhqqi4x")
 
 
-def _whole(kind: int) -> bytes:
-    return _FLOCK.pack(kind, 0, 0, 0, 0)
+def _control(fd: int, command: int, kind: int) -> bytes:
+    try:
+        return fcntl.fcntl(fd, command, _FLOCK.pack(kind, 0, 0, 0, 0))
+    except OSError as error:
+        error.filename = os.readlink(f"/proc/self/fd/{fd}")
+        raise
 
 
 def lock(fd: int, kind: int) -> None:
     """Lock a file, or with NONE unlock it, as soon as nobody has a lock that conflicts. Raises OSError."""
-    fcntl.fcntl(fd, _F_OFD_SETLKW, _whole(kind))
+    _control(fd, _F_OFD_SETLKW, kind)
 
 
 def try_lock(fd: int, kind: int) -> bool:
     """Lock a file if nobody has a lock that conflicts; return whether it is locked now. Raises OSError."""
     try:
-        fcntl.fcntl(fd, _F_OFD_SETLK, _whole(kind))
+        _control(fd, _F_OFD_SETLK, kind)
     except OSError as error:
         if error.errno in (errno.EAGAIN, errno.EACCES):
             return False
@@ -36,4 +41,4 @@ def try_lock(fd: int, kind: int) -> bool:
 
 def is_locked(fd: int) -> bool:
     """Return whether somebody else has a file locked. Raises OSError."""
-    return bool(_FLOCK.unpack(fcntl.fcntl(fd, _F_OFD_GETLK, _whole(WRITE)))[0] != NONE)
+    return bool(_FLOCK.unpack(_control(fd, _F_OFD_GETLK, WRITE))[0] != NONE)

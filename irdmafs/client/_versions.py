@@ -54,14 +54,18 @@ class Versions:
         FileNotFoundError for "", which would be where the program is."""
         if keep < 1:
             raise ValueError(f"keep is {keep}, but the newest version always stays")
-        if not os.fspath(directory):
+        if not (path := os.fsdecode(directory)):
             raise FileNotFoundError(errno.ENOENT, "The directory has no name", "")
-        self.directory = os.path.abspath(directory)
+        self.directory = os.path.abspath(path)
         self.keep = keep
         self._versions, self._held, self._drafts = (
             os.path.join(self.directory, name) for name in _INSIDE
         )
         self._putting_aside: threading.Thread | None = None
+
+    def __getstate__(self) -> dict[str, object]:
+        # A copy in another process has no thread of this one to wait for.
+        return {**vars(self), "_putting_aside": None}
 
     def path(self, number: int) -> str:
         """Return the directory of a version, which may be gone, or yet to come."""
@@ -69,7 +73,7 @@ class Versions:
 
     def numbers(self) -> list[int]:
         """Return the numbers of the versions that are there, without those that this object is about to
-        remove. Raises OSError."""
+        remove. Raises OSError, also if ``DIR`` is not there."""
         self._end_putting_aside()
         return self._numbers()
 
@@ -77,12 +81,13 @@ class Versions:
         try:
             names = os.listdir(self._versions)
         except FileNotFoundError:
+            os.stat(self.directory)  # its mount may be gone, but not the versions
             return []
         return sorted(map(int, filter(_NUMBER.fullmatch, names)))
 
     def newest(self) -> int:
         """Return the number of the newest version that any host has published; 0 if there is none. Raises
-        OSError."""
+        OSError, also if ``DIR`` is not there."""
         newest = max(self._numbers(), default=0)
         # A listing may be older by a moment; "no such file" never is.
         while os.path.lexists(self.path(newest + 1)):
@@ -242,15 +247,16 @@ class Versions:
     def _drafted(self) -> Iterator[str]:
         """Give an empty directory, which is removed at the end if it has that name still."""
         self._make()
-        name = secrets.token_hex(8)
+        name, owner = secrets.token_hex(8), os.getpid()
         with self._locked(name, _locks.WRITE):
             path = os.path.join(self._drafts, name)
             os.mkdir(path)
             try:
                 yield path
             finally:
-                shutil.rmtree(path, ignore_errors=True)
-                self._unlink_held(name)
+                if os.getpid() == owner:
+                    shutil.rmtree(path, ignore_errors=True)
+                    self._unlink_held(name)
 
     # -- reading -----------------------------------------------------------------------------------
 
@@ -274,8 +280,11 @@ class Versions:
         until_s = None if timeout is None else time.monotonic() + timeout
         seen: Seen | None = None
         while True:
-            found = self.newest() if number is None else number
-            if found > newer_than or number is not None:
+            try:
+                found = self.newest() if number is None else number
+            except FileNotFoundError:
+                found = 0
+            if found > max(newer_than, 0) or number is not None:
                 path = self.path(found)
                 if _is_directory(path):
                     # The files are fetched while the lock is asked for; it shows if the version stays.
@@ -307,7 +316,7 @@ class Versions:
     def _locked(self, name: str, kind: int, *, waits: bool = True) -> Iterator[int]:
         """Lock the file by which a version or draft is held, which is made if there is none; return its
         descriptor, or -1 if somebody else has it locked and this does not wait. Raises OSError."""
-        path, flags = os.path.join(self._held, name), _FLAGS
+        path, flags, owner = os.path.join(self._held, name), _FLAGS, os.getpid()
         if kind == _locks.WRITE:
             flags |= os.O_RDWR
         while True:
@@ -325,9 +334,11 @@ class Versions:
                     yield fd
                     return
             finally:
-                # By itself it ends when the mount has been told of the last close, which may be later.
-                with contextlib.suppress(OSError):
-                    _locks.lock(fd, _locks.NONE)
+                # By itself it ends when the mount has been told of the last close, which may be later. A
+                # child that leaves the block after a fork has the parent's lock.
+                if os.getpid() == owner:
+                    with contextlib.suppress(OSError):
+                        _locks.lock(fd, _locks.NONE)
                 os.close(fd)
 
 
@@ -342,13 +353,16 @@ def _in_thread(work: Callable[[], None]) -> threading.Thread | None:
     return thread
 
 
-def _remove(directory: str) -> None:
+def _remove(path: str) -> None:
     try:
-        shutil.rmtree(directory)
+        if stat.S_ISDIR(os.lstat(path).st_mode):
+            shutil.rmtree(path)
+        else:
+            os.unlink(path)
     except FileNotFoundError:
-        log.debug("%s is being removed by another program, too", directory)
+        log.debug("%s is being removed by another program, too", path)
     except OSError as error:
-        log.warning("%s stays: %s", directory, error)
+        log.warning("%s stays: %s", path, error)
 
 
 def _is_directory(path: str) -> bool:

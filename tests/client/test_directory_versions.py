@@ -127,6 +127,56 @@ def test_who_may_only_read_holds_a_version_and_stops_nobody(folder: Path, nobody
     assert versions.numbers() == [1, 2]
 
 
+LEAVE = """
+import os
+from irdmafs import client
+versions = client.Versions(os.fsencode(place))
+try:
+    with versions.hold() as held, versions.draft() as one, client.draft(f"{place}/other") as other:
+        if not (child := os.fork()):
+            raise SystemExit
+        os.waitpid(child, 0)
+        found = versions.is_held(held.number), os.path.isdir(one), os.path.isdir(other)
+except SystemExit:
+    os._exit(0)
+found
+"""
+
+
+def test_a_child_that_leaves_a_block_ends_nothing(folder: Path, process: TakeProcess) -> None:
+    """As one that fails, or calls sys.exit(), after os.fork()."""
+    publish(client.Versions(folder), 1)
+    assert process().do(LEAVE, place=f"{folder}") == (True, True, True)
+
+
+def test_an_object_is_sent_to_another_process(folder: Path, process: TakeProcess) -> None:
+    versions = client.Versions(folder, keep=1)
+    publish(versions, 1)
+    assert process().do("sent.newest(), sent.keep", sent=versions) == (1, 1)
+
+
+def test_a_directory_that_is_gone_is_not_one_without_versions(folder: Path) -> None:
+    """A trainer whose mount is gone is not to begin with nothing."""
+    for ask in (client.Versions.newest, client.Versions.numbers):
+        with pytest.raises(FileNotFoundError, match=f"{folder}/run'"):
+            ask(client.Versions(folder / "run"))
+    for name in ("", "run"):
+        with (
+            pytest.raises(TimeoutError),
+            client.Versions(folder / name).hold(newer_than=-1, timeout=0),
+        ):
+            pass
+
+
+def test_a_file_in_the_place_of_a_draft_is_removed(folder: Path) -> None:
+    versions = client.Versions(folder)
+    with fails_with(errno.ENOTDIR), versions.draft() as directory:
+        os.rmdir(directory)
+        Path(directory).touch()
+    versions.tidy()
+    assert os.listdir(folder / ".drafts") == []
+
+
 def test_what_is_old_goes_also_if_no_thread_can_be_started(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
