@@ -5,8 +5,8 @@ from __future__ import annotations
 
 import os
 import subprocess
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager, suppress
+from collections.abc import Mapping
+from contextlib import suppress
 from datetime import datetime
 from typing import TYPE_CHECKING, Any
 
@@ -122,6 +122,8 @@ def hold(directory: str, command: tuple[str, ...], number: int | None, **when: A
     COMMAND finds the version's directory in IRDMAFS_PATH, its number in IRDMAFS_VERSION. It is held until
     COMMAND and all programs that it starts have ended, or have closed the descriptors they got.
     """
+    from ..client._files import naming
+
     made = _versions(directory)
     try:
         os.stat(directory)
@@ -130,7 +132,7 @@ def hold(directory: str, command: tuple[str, ...], number: int | None, **when: A
     with made.hold(number, **when) as held:
         told = {"IRDMAFS_PATH": held.path, "IRDMAFS_VERSION": str(held.number)}
         os.set_inheritable(held.fd, True)
-        with _failing(command[0]):
+        with naming(command[0], instead=True):
             os.execvpe(command[0], command, {**os.environ, **told})
 
 
@@ -186,13 +188,11 @@ def watch(
     """
     from ..client import _waiting
 
-    with _failing(path):
-        seen = _waiting.look(mounting.named(path))
+    seen = _waiting.look(mounting.named(path))
     if seen is None:
         say(f"waiting for {path}, which is not there yet", err=True)
     while True:
-        with _failing(path):
-            seen = _waiting.wait(path, seen, timeout=timeout)
+        seen = _waiting.wait(path, seen, timeout=timeout)
         click.echo(f"{seen.version} {status.printable(path)}")
         code = 0
         if command is not None:
@@ -202,13 +202,3 @@ def watch(
                 say(f"{command}: exit code {code}", err=True)
         if once:
             ctx.exit(code)
-
-
-@contextmanager
-def _failing(path: str) -> Iterator[None]:
-    """Have errors name this path, and no part of it."""
-    try:
-        yield
-    except OSError as error:
-        error.filename = path
-        raise

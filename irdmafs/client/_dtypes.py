@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, Literal, NamedTuple, TypeAlias
 
 import ml_dtypes
@@ -100,6 +100,19 @@ def array_of(source: object) -> Array:
     if array.dtype.hasobject:
         raise TypeError(f"an array of {array.dtype} holds Python objects, not numbers")
     return array
+
+
+def each_of(
+    convert: Callable[[object], Source], tensors: Mapping[str, object]
+) -> dict[str, Source]:
+    """Return tensors as `convert` returns them, by name. Raises TypeError, with the name."""
+    found: dict[str, Source] = {}
+    for name, tensor in tensors.items():
+        try:
+            found[name] = convert(tensor)
+        except TypeError as error:
+            raise TypeError(f"tensor {name!r}: {error}") from None
+    return found
 
 
 def source_of(source: Any) -> Source:

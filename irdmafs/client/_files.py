@@ -132,12 +132,12 @@ def view(path: str, data: Array, layout: Layout) -> Array:
 
 
 @contextlib.contextmanager
-def naming(path: str) -> Iterator[None]:
-    """Add the path to OSErrors of calls that know only a descriptor."""
+def naming(path: str, *, instead: bool = False) -> Iterator[None]:
+    """Add the path to OSErrors of calls that know only a descriptor; `instead`: or another path."""
     try:
         yield
     except OSError as error:
-        if error.filename is None:
+        if instead or error.filename is None:
             error.filename = path
         raise
 

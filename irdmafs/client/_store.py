@@ -13,7 +13,7 @@ from typing import Any, NamedTuple, Self, overload
 
 from . import _device, _files, _npy, _safetensors, _storing
 from ._buffer import Buffer
-from ._dtypes import Array, DeviceArray, Source, source_of
+from ._dtypes import Array, DeviceArray, Source, each_of, source_of
 from ._files import Closing, look_up
 
 NPY = ".npy"
@@ -93,7 +93,7 @@ class Store(MutableMapping[str, Array], Closing):
         # The path is looked at as it is given: "" would become the working directory.
         if not stat.S_ISDIR(os.stat(path).st_mode):
             raise NotADirectoryError(errno.ENOTDIR, "Not a directory", path)
-        self.path = os.path.abspath(path)
+        self.path = os.path.abspath(os.fsdecode(path))
         self._closed = False
 
     def close(self) -> None:
@@ -267,14 +267,10 @@ class Store(MutableMapping[str, Array], Closing):
         TypeError and ValueError for what the format cannot hold, and OSError as publish() does.
         """
         self._check_file(path)
-        arrays: dict[str, Source] = {}
-        for name, array in state.items():
+        for name in state:
             if not isinstance(name, str):
                 raise TypeError(f"tensor names must be str, not {name!r}")
-            try:
-                arrays[name] = source_of(array)
-            except TypeError as error:
-                raise TypeError(f"tensor {name!r}: {error}") from None
+        arrays = each_of(source_of, state)
         self._replace(path, arrays.values(), _safetensors.encode(arrays, metadata))
 
     def publish_file(self, source: str | os.PathLike[str], path: str) -> None:

@@ -54,6 +54,12 @@ def wait(path: StrPath, newer_than: Seen | None = None, *, timeout: float | None
     Raises TimeoutError after ``timeout`` seconds, and OSError: ENOTSUP for a path that is not on a
     mount of irdmafs.
     """
+    # Errors name this path, not the directory that is watched.
+    with naming(os.fspath(path), instead=True):
+        return _wait(path, newer_than, timeout)
+
+
+def _wait(path: StrPath, newer_than: Seen | None, timeout: float | None) -> Seen:
     until_s = None if timeout is None else time.monotonic() + timeout
     while True:
         try:
@@ -68,7 +74,7 @@ def wait(path: StrPath, newer_than: Seen | None = None, *, timeout: float | None
             return seen
         left_s = None if until_s is None else until_s - time.monotonic()
         if left_s is not None and not left_s > 0.0:  # nor NaN
-            raise TimeoutError(errno.ETIMEDOUT, f"Nothing new in {timeout:g} s", os.fspath(path))
+            raise TimeoutError(errno.ETIMEDOUT, f"Nothing new in {timeout:g} s")
         with contextlib.suppress(InterruptedError, FileNotFoundError):
             _changes(top, f".{before}" if left_s is None else f".{before}.{min(1e6, left_s):.3f}")
 
@@ -91,7 +97,7 @@ def _changes(directory: str, since: str = "") -> int:
         if error.errno not in NO_XATTR:
             raise
         text = "Not on a mount of irdmafs, or a link leads out of it"
-        raise OSError(errno.ENOTSUP, text, directory) from None
+        raise OSError(errno.ENOTSUP, text) from None
 
 
 def _top_of(path: StrPath) -> str:

@@ -66,8 +66,8 @@ class OpenPush:
         self._threads = ThreadPoolExecutor(_AT_ONCE, thread_name_prefix="irdmafs-push")
 
     def put(self, name: str, gradient: object) -> None:
-        """Add a gradient, or replace the one of that name. Raises Refused if it does not fit, and TrainError
-        if the push was finished or dropped."""
+        """Add a gradient, or replace the one of that name. Raises Refused if it does not fit, TrainError if
+        the push was finished or dropped."""
         self._refuse_if_ended()
         value = arrays_of(self._train.layout, {name: gradient})[name]
         with self._lock:

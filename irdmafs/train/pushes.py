@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from ..client import FormatError, _files
-from ..client._dtypes import Array, Layout, array_of, code_of
+from ..client._dtypes import Array, Layout, array_of, code_of, each_of
 from ..client._safetensors import Header
 from .arithmetic import CODES, F32_MAX, SUFFIX, blocks_of, count_nonfinite
 from .config import TrainConfig, is_worker_name
@@ -291,7 +291,8 @@ def slices_of(shard: Shard, arrays: Mapping[str, Array]) -> dict[str, Array]:
 
 
 def arrays_of(layout: ModelLayout, gradients: Mapping[str, object]) -> dict[str, Array]:
-    """Return the arrays that are to be pushed. Raises Refused where they do not fit the parameters."""
-    arrays = {name: array_of(one) for name, one in gradients.items()}
+    """Return the arrays that are to be pushed. Raises Refused where they do not fit the parameters, and
+    TypeError for what is no array."""
+    arrays = each_of(array_of, gradients)
     _check_whole(layout, {name: Layout(one.dtype, one.shape) for name, one in arrays.items()})
     return arrays

@@ -139,7 +139,7 @@ def test_other_filesystems_are_told_apart(tmp_path: Path, folder: Path) -> None:
         (tmp_path / "link").symlink_to(folder)
         with pytest.raises(OSError, match="Not on a mount of irdmafs") as caught:
             client.wait(path, timeout=LONG_S)
-        assert caught.value.errno == errno.ENOTSUP
+        assert (caught.value.errno, caught.value.filename) == (errno.ENOTSUP, os.fspath(path))
 
 
 def test_a_command_is_run_at_a_change(folder: Path) -> None:
