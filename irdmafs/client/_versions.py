@@ -13,7 +13,7 @@ import stat
 import threading
 import time
 from collections.abc import Callable, Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
 from typing import NamedTuple
@@ -288,11 +288,11 @@ class Versions:
                 path = self.path(found)
                 if _is_directory(path):
                     # The files are fetched while the lock is asked for; it shows if the version stays.
-                    fetched = _fetch_beside(path) if local else None
+                    fetched = _fetch_beside(path) if local else ()
                     with self._locked(str(found), _locks.READ) as fd:
                         if _is_directory(path):
-                            if fetched is not None:
-                                fetched.result()
+                            for _ in fetched:
+                                pass
                             yield Version(found, path, fd)
                             return
                 elif number is not None or os.path.lexists(path):
@@ -378,18 +378,13 @@ def files_below(directory: str) -> list[str]:
     return [os.path.join(at, name) for at, _, names in os.walk(directory) for name in names]
 
 
-def _fetch_beside(directory: str) -> Future[None]:
-    """Do as _fetch() does, in a thread."""
-    thread = ThreadPoolExecutor(1, thread_name_prefix="irdmafs-fetch")
-    fetched = thread.submit(_fetch, directory)
-    thread.shutdown(wait=False)
+def _fetch_beside(directory: str) -> Iterator[None]:
+    """Have the mount fetch all files of a directory, in threads. The iterator ends when they are here; it
+    raises OSError."""
+    threads = ThreadPoolExecutor(_AT_ONCE, thread_name_prefix="irdmafs-fetch")
+    fetched = threads.map(_open_once, files_below(directory))
+    threads.shutdown(wait=False)
     return fetched
-
-
-def _fetch(directory: str) -> None:
-    """Have the mount fetch all files of a directory. Raises OSError."""
-    with ThreadPoolExecutor(_AT_ONCE, thread_name_prefix="irdmafs-fetch") as threads:
-        list(threads.map(_open_once, files_below(directory)))
 
 
 def _open_once(path: str) -> None:
