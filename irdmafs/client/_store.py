@@ -94,6 +94,7 @@ class Store(MutableMapping[str, Array], Closing):
         if not stat.S_ISDIR(os.stat(path).st_mode):
             raise NotADirectoryError(errno.ENOTDIR, "Not a directory", path)
         self.path = os.path.abspath(os.fsdecode(path))
+        self._was_versioned = _files.is_versioned(self.path)
         self._closed = False
 
     def close(self) -> None:
@@ -243,8 +244,8 @@ class Store(MutableMapping[str, Array], Closing):
         ``array`` is a numpy array, a torch tensor, or anything numpy makes an array of; its memory
         is written as it lies. Directories are created. Readers see the version before, whole,
         until this returns. Raises TypeError for an array of Python objects, ValueError for a name
-        inside a .safetensors file, and OSError (ENOSPC, EROFS), after which the version before is
-        still the current one.
+        inside a .safetensors file, and OSError (ENOSPC, EROFS; ENOTCONN if the store was opened on a mount
+        that is gone), after which the version before is still the current one.
         """
         file, tensor = split_name(name)
         if tensor is not None:
@@ -312,6 +313,8 @@ class Store(MutableMapping[str, Array], Closing):
     def _replace(self, file: str, arrays: Collection[Source], contents: Iterable[Any]) -> None:
         """Replace a file by one of these contents: a head, and the bytes of the arrays."""
         path = self._path(file)
+        if self._was_versioned and not self.versioned:
+            raise OSError(errno.ENOTCONN, "Nothing is mounted there any more", self.path)
         directory = os.path.dirname(path)
         try:
             versioned = _files.is_versioned(directory)

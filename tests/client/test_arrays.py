@@ -24,8 +24,10 @@ import numpy as np
 import pytest
 import safetensors
 import safetensors.numpy
+from harness.errors import fails_with
 from harness.example_programs import needs
 from harness.late_imports import torch
+from harness.mountpoint import Mount
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
@@ -480,13 +482,13 @@ def test_another_filesystem_in_the_place_of_one_is_known(
 ) -> None:
     assert not _files.is_versioned("/proc")
     assert not _files._is_irdmafs(os.makedev(4095, 1), 0)
-    kinds = Mock(side_effect=[b"fuse.irdmafs", b"tmpfs"])
-    monkeypatch.setattr(_files, "filesystem_of", kinds)
-    store = client.open(tmp_path)
-    store["w"] = np.zeros(4)
+    kind = Mock(return_value=b"fuse.irdmafs")
+    monkeypatch.setattr(_files, "filesystem_of", kind)
+    client.open(tmp_path)["w"] = np.zeros(4)
     with (tmp_path / "w.npy").open("rb") as reader:
+        kind.return_value = b"tmpfs"
         time.sleep(0.2)
-        store["w"] = np.ones(4)
+        client.open(tmp_path)["w"] = np.ones(4)
         assert not np.load(reader).any()
 
 
@@ -694,3 +696,14 @@ def test_torch_is_not_imported_before_a_tensor_is_asked_for(tmp_path: Path) -> N
     subprocess.run(
         [sys.executable, "-c", program, os.fspath(tmp_path)], check=True, timeout=60, cwd="/"
     )
+
+
+def test_nothing_is_published_below_a_mount_that_is_gone(own_mount: Mount) -> None:
+    with client.open(own_mount.path) as store:
+        store["array"] = np.zeros(1)
+        own_mount.unmount()
+        with fails_with(errno.ENOTCONN):
+            store["below/array"] = np.ones(1)
+        assert os.listdir(own_mount.path) == []
+        own_mount.mount()
+        store["array"] = np.ones(1)
