@@ -175,6 +175,9 @@ class Shared(Coherence):
                 or not self._may_tell(parent, inode, pid)
             ):
                 return None  # find_fresh waits
+            is_special = not inode.is_dir and not inode.is_file
+            if is_special and not self._freshness.is_fresh(self._inodes[parent]):
+                return None  # the kernel may refuse to open it, and asks nothing more
             self._found(pid, parent, name, inode)
         return inode
 

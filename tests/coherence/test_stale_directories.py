@@ -1,5 +1,6 @@
-"""A program removes a name, or has it lead to another directory, where its kernel still has a directory
-that another host has moved: the kernel takes its own for dead then, wherever it is now."""
+"""A program uses a name that another host has just changed. If it removes the name, or has it lead to
+another directory, where its kernel still has a directory that was moved, the kernel takes its own for
+dead, wherever that is now. If the name was no file before, the kernel would refuse to open it."""
 
 import os
 import stat
@@ -41,9 +42,11 @@ def pair(cluster: Cluster, request: pytest.FixtureRequest) -> Iterator[list[Path
 
 
 @contextmanager
-def doing(cluster: Cluster, change: Callable[[], None]) -> Iterator[None]:
+def doing(
+    cluster: Cluster, change: Callable[[], None], first: Callable[[], None] = lambda: None
+) -> Iterator[None]:
     """Change names on the second mount. Its kernel has looked them up, and the change is carried out after
-    the block."""
+    the block. The mount hears of what `first` does only then."""
     mount, (etcd,) = cluster.mounts[1], cluster.etcd.members
     threads: list[int] = []
 
@@ -52,10 +55,14 @@ def doing(cluster: Cluster, change: Callable[[], None]) -> Iterator[None]:
         change()
 
     cluster.cut(mount, etcd)
+    first()
     with ThreadPoolExecutor(1) as pool:
         changing = pool.submit(run)
         try:
-            eventually(lambda: bool(threads) and is_waiting(threads[0]), "the mount is asked")
+            eventually(
+                lambda: changing.done() or (bool(threads) and is_waiting(threads[0])),
+                "the mount is asked",
+            )
             yield
         finally:
             cluster.heal(mount, etcd)
@@ -109,6 +116,33 @@ def test_name_that_leads_to_a_file_by_now_which_is_being_replaced(
     with (there / "known").open("w"), (there / "known").open():
         os.rename(there / "new", there / "known")
     assert (here / "known").read_text() == "new"
+
+
+@pytest.mark.parametrize(
+    ("make", "flags"),
+    [
+        (lambda path: path.symlink_to("nowhere"), os.O_RDONLY),
+        (lambda path: path.symlink_to("nowhere"), os.O_RDONLY | os.O_NOFOLLOW),
+        (os.mkfifo, os.O_RDONLY | os.O_NONBLOCK),
+        (lambda path: os.mknod(path, stat.S_IFSOCK | 0o600), os.O_RDONLY),
+    ],
+    ids=["link that leads nowhere", "link not to be followed", "FIFO", "socket"],
+)
+def test_file_that_another_host_has_put_in_the_place_of_what_is_no_file_is_opened(
+    cluster: Cluster, here: Path, there: Path, make: Callable[[Path], None], flags: int
+) -> None:
+    make(here / "name")
+    eventually(lambda: os.path.lexists(there / "name"), "the other host is told")
+    (here / "new").write_text("content")
+    read: list[bytes] = []
+
+    def look() -> None:
+        with descriptor(os.open(there / "name", flags)) as fd:
+            read.append(os.read(fd, 9))
+
+    with doing(cluster, look, lambda: os.rename(here / "new", here / "name")):
+        pass
+    assert read == [b"content"]
 
 
 def test_directories_that_the_kernel_has_forgotten_are_forgotten() -> None:
