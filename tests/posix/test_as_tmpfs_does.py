@@ -4,6 +4,7 @@ differences.py lists what may differ. `python tests/harness/differential/command
 """
 
 import ctypes
+import errno
 import fcntl
 import mmap
 import os
@@ -171,10 +172,67 @@ def answer(path: Path, call: Callable[[int], object]) -> str:
         return error_of(lambda: call(fd))
 
 
+# linux/fs.h: a file's block on its device, the identity of a filesystem. linux/fcntl.h: seals of a file.
+FIBMAP, FS_IOC_GETFSUUID, F_GET_SEALS = 1, 0x80111500, 1034
+
+
 @SHOWN
-def test_seeking_for_data_in_a_directory(folder: Path, tmpfs: Path) -> None:
-    found = [answer(place, lambda fd: os.lseek(fd, 0, os.SEEK_DATA)) for place in (tmpfs, folder)]
-    assert found == ["EINVAL", "ENXIO"]
+@pytest.mark.parametrize(
+    ("call", "of_tmpfs", "here"),
+    [
+        (lambda fd: os.lseek(fd, 0, os.SEEK_DATA), "EINVAL", "ENXIO"),
+        (lambda fd: os.lseek(fd, 0, os.SEEK_END), "EINVAL", "ok"),
+        (lambda fd: fcntl.ioctl(fd, FS_IOC_GETFSUUID, bytes(17)), "ok", "ENOTTY"),
+    ],
+    ids=["SEEK_DATA", "SEEK_END", "FS_IOC_GETFSUUID"],
+)
+def test_calls_on_a_directory_that_the_kernel_answers_another_way(
+    folder: Path, tmpfs: Path, call: Callable[[int], object], of_tmpfs: str, here: str
+) -> None:
+    assert [answer(place, call) for place in (tmpfs, folder)] == [of_tmpfs, here]
+
+
+@SHOWN
+def test_blocks_and_seals_of_a_file(folder: Path, tmpfs: Path) -> None:
+    for place, expected in ((tmpfs, ["EINVAL", "ok"]), (folder, ["ok", "EINVAL"])):
+        (file := place / "file").touch()
+        block = answer(file, lambda fd: fcntl.ioctl(fd, FIBMAP, bytes(4)))
+        assert [block, answer(file, lambda fd: fcntl.fcntl(fd, F_GET_SEALS))] == expected
+
+
+@SHOWN
+def test_size_of_a_directory_is_told_as_0(folder: Path, tmpfs: Path) -> None:
+    for place in (tmpfs, folder):
+        (place / "file").touch()
+    assert tmpfs.stat().st_size > 0
+    assert folder.stat().st_size == 0
+
+
+RWF_NOAPPEND = 0x20
+
+
+@SHOWN
+def test_write_that_is_not_to_append_appends(folder: Path, tmpfs: Path) -> None:
+    for place, expected in ((tmpfs, b"xb"), (folder, b"abx")):
+        (place / "file").write_bytes(b"ab")
+        with descriptor(os.open(place / "file", os.O_WRONLY | os.O_APPEND)) as fd:
+            os.pwritev(fd, [b"x"], 0, RWF_NOAPPEND)
+        assert (place / "file").read_bytes() == expected
+
+
+# linux/fanotify.h
+FAN_REPORT_FID, FAN_CREATE, FAN_MARK_ADD, FAN_MARK_FILESYSTEM = 0x200, 0x100, 1, 0x100
+
+
+@SHOWN
+def test_fanotify_tells_names_of_marked_inodes_only(folder: Path, tmpfs: Path) -> None:
+    for place, of_filesystem in ((tmpfs, "ok"), (folder, "ENODEV")):
+        for what, expected in ((0, "ok"), (FAN_MARK_FILESYSTEM, of_filesystem)):
+            fd = _libc.fanotify_init(FAN_REPORT_FID, os.O_RDONLY)
+            with descriptor(fd):
+                created, path = ctypes.c_uint64(FAN_CREATE), os.fsencode(place)
+                done = _libc.fanotify_mark(fd, FAN_MARK_ADD | what, created, -100, path)
+                assert ("ok" if done == 0 else errno.errorcode[ctypes.get_errno()]) == expected
 
 
 # asm-generic/ioctls.h: get and set flags, get and set flags with a project.
