@@ -15,6 +15,10 @@ from irdmafs import client
 STEPS = 20
 # Much longer than anything takes here.
 LONG_S = 60.0
+# A waiter may look before the kernel has noted a rename that was answered (docs/mount.md).
+FORGETS_NAMES = pytest.mark.kernel_session(
+    "names that the kernel believes cannot be forgotten with pyfuse3"
+)
 
 
 def told(path: Path, seen: client.Seen | None, change: Callable[[], object]) -> client.Seen:
@@ -29,13 +33,20 @@ def test_whatever_leads_to_other_contents_ends_a_wait(folder: Path) -> None:
     assert client.wait(path) == seen == (path.stat().st_ino, 1)
     newer = told(path, seen, lambda: path.write_bytes(b"two"))
     assert newer == (seen.ino, 2)
-    (folder / "next").write_bytes(b"three")
-    seen = told(path, newer, lambda: os.replace(folder / "next", path))
-    assert seen.ino != newer.ino
     path.unlink()
-    assert told(path, seen, lambda: path.write_bytes(b"four")) != seen
+    assert told(path, newer, lambda: path.write_bytes(b"three")) != newer
 
 
+@FORGETS_NAMES
+def test_a_name_that_leads_to_another_file_ends_a_wait(folder: Path) -> None:
+    path = folder / "model"
+    path.write_bytes(b"one")
+    seen = client.wait(path)
+    (folder / "next").write_bytes(b"two")
+    assert told(path, seen, lambda: os.replace(folder / "next", path)).ino != seen.ino
+
+
+@FORGETS_NAMES
 def test_links_and_directories_on_the_way_are_waited_for(folder: Path) -> None:
     path = folder / "run" / "latest" / "model"
     for version in ("1", "2"):
@@ -60,6 +71,7 @@ def test_links_and_directories_on_the_way_are_waited_for(folder: Path) -> None:
     assert path.read_text() == "3"
 
 
+@FORGETS_NAMES
 def test_every_link_that_leads_to_a_file_is_waited_for(folder: Path, reader: Process) -> None:
     for name in ("run", "elsewhere"):
         (folder / name).mkdir()
@@ -85,7 +97,7 @@ def test_a_link_may_become_a_file(folder: Path, monkeypatch: pytest.MonkeyPatch)
     assert client.wait(folder / "link").ino == (folder / "link").lstat().st_ino
 
 
-@pytest.mark.kernel_session("names that the kernel believes cannot be forgotten with pyfuse3")
+@FORGETS_NAMES
 def test_who_is_told_of_a_change_sees_it(folder: Path, process: TakeProcess) -> None:
     """The kernel notes an answered change of a name only when the process that made it runs again."""
     busy, slow = process(), process()

@@ -201,4 +201,5 @@ def test_a_node_that_announces_another_users_directory_gives_no_bytes(
     cluster.put([Put(key, records.encode(lie))], "node")
     for name in files:
         assert (mount.path / name).read_bytes() == b"f" * 300_000
+    eventually(lambda: "is another user's" in mount.log.read_text(), "it is told")
     cluster.put([Put(key, records.encode(known))], "node")
