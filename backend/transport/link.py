@@ -80,19 +80,19 @@ class Link:
         if self._registered()[1] == self._where:
             if control is not None and control.is_open:
                 return control
-            if self._why and self._is_tried_beside():
+            if self._why and self._leaves_trying():
                 raise self._unreachable()
         return await self._connected_anew()
 
-    def _is_tried_beside(self) -> bool:
-        """Return whether it is, or was a moment ago, tried in vain to reach the node: nobody waits for that
-        again. The next attempt begins here, when it is time."""
-        rests_s = self._alone_until - time.monotonic()
+    def _leaves_trying(self) -> bool:
+        """Leave it to a task to reach the node, which begins when it is time, as nobody waits again for one
+        that could not be reached. Return False if the last attempt is too long ago to tell."""
         if self._connecting.locked():
             return True
-        if -self.caller.timeout_s < rests_s <= 0.0:
+        late_s = time.monotonic() - self._alone_until
+        if 0.0 <= late_s < self.caller.timeout_s:
             self.caller.nursery.start_soon(self._try_again)
-        return rests_s > -self.caller.timeout_s
+        return late_s < self.caller.timeout_s
 
     async def _try_again(self) -> None:
         with suppress(Unreachable):

@@ -302,15 +302,14 @@ class Transfer:
         here = self._cluster.here
         return sorted(nodes, key=lambda node: node != here) if here in nodes else nodes
 
-    async def _send(self, place: _Place, chain: list[int], *, is_passed_on: bool = False) -> None:
-        """Send to these nodes; if it `is_passed_on`, to the first alone, which can reach the others."""
+    async def _send(self, place: _Place, chain: list[int], *, at_once: bool = True) -> None:
+        """Send to these nodes; unless to all `at_once`, by the first alone, which can reach the others."""
         cluster = self._cluster
         stripe, group, config, revision = place
         offset, length = self._layout.span(self._size, stripe)
         extent = Extent(self._content, stripe)
         target = Target(group, revision, tuple(chain[1:]))
         device = cluster.peers.device(chain[0])
-        at_once = not is_passed_on
         if at_once and stripe in self._shared and await self._share(extent, target, chain, length):
             pass
         elif chain[0] == cluster.here and self._is_adoptable:
@@ -393,7 +392,7 @@ class Transfer:
             return False  # its lease is over: the group's leader is about to drop it
         for other in sorted(self._acknowledged[place.stripe]):
             try:
-                await self._send(place, [other, node], is_passed_on=True)
+                await self._send(place, [other, node], at_once=False)
                 return True
             except Fenced:
                 await cluster.replica.barrier()
