@@ -3,7 +3,8 @@
 import errno
 import os
 from collections import Counter
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterable
+from collections.abc import Awaitable, Callable, Iterable
+from contextlib import aclosing
 from typing import Annotated, TypedDict
 
 import msgspec
@@ -25,7 +26,6 @@ from .group_configs import Groups
 from .history import read_reports
 from .membership import Members
 
-_SCAN_KEYS = 1000
 _ASK_S = 3.0
 _DEPTH_MAX = 1000
 _Finite = Annotated[float, Meta(ge=-1e12, le=1e12)]
@@ -278,10 +278,11 @@ async def name_files(found: Cluster, engine: EtcdEngine) -> None:
     if not damaged:
         return
     names: dict[int, tuple[int, bytes]] = {}
-    async for page in _pages(engine, b"d", b"e"):
-        for record in page:
-            ino = int.from_bytes(record.value, "big")
-            names[ino] = int.from_bytes(record.key[1:9], "big"), record.key[9:]
+    async with aclosing(engine.pages(b"d", b"e")) as pages:
+        async for _, page in pages:
+            for record in page:
+                ino = int.from_bytes(record.value, "big")
+                names[ino] = int.from_bytes(record.key[1:9], "big"), record.key[9:]
     for ino in damaged:
         parts: list[bytes] = []
         at = ino
@@ -290,10 +291,3 @@ async def name_files(found: Cluster, engine: EtcdEngine) -> None:
             parts.append(name)
         if parts:
             found.paths[ino] = os.fsdecode(b"/" + b"/".join(reversed(parts)))
-
-
-async def _pages(engine: EtcdEngine, start: bytes, end: bytes) -> AsyncIterator[list[KeyValue]]:
-    """Yield the records of a range, which may be too many to be held at once."""
-    while page := await engine.range(start, end, _SCAN_KEYS):
-        yield page
-        start = page[-1].key + b"\0"

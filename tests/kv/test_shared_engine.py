@@ -11,7 +11,10 @@ from harness.seeds import seeded
 from test_failing_etcd import history
 
 from irdmafs.backend import kv
+from irdmafs.backend.etcd import engine as engine_module
+from irdmafs.backend.etcd import etcd_pb2 as pb
 from irdmafs.backend.etcd.engine import EtcdEngine
+from irdmafs.backend.etcd.rpc import Method
 from irdmafs.backend.etcd.transactions import COMPARES_MAX, operations_max
 from irdmafs.backend.kv import Compare, Conflict, Delete, Empty, Exists, KeyValue, Put
 
@@ -29,17 +32,48 @@ def engine(etcd: EtcdServer) -> EtcdEngine:
     return EtcdEngine(etcd.endpoints, new_prefix())
 
 
-async def test_range_is_ordered_excludes_its_end_and_comes_in_pages(engine: EtcdEngine) -> None:
+async def test_a_range_is_ordered_and_excludes_its_end(engine: EtcdEngine) -> None:
     keys = [b"a", b"a\0", b"aa", b"b", b"b\xff", b"c"]
     await engine.transact((), [Put(key, key) for key in reversed(keys)])
     assert [found.key for found in await engine.range(b"a\0", b"c")] == keys[1:-1]
     assert await engine.range(b"c", b"a") == await engine.range(b"b", b"b") == []
-    pages, start = [], b""
-    while page := await engine.range(start, b"d", 2):
-        assert len(page) <= 2
-        pages += page
-        start = page[-1].key + b"\0"
-    assert [found.key for found in pages] == keys
+    await engine.close()
+
+
+async def test_keys_of_any_density_come_once_and_are_counted_by_etcd_a_few_times(
+    engine: EtcdEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rng = seeded()
+    keys = {b"a", b"s\xff", b"z" * 264, b"z" * 300}
+    for _ in range(12):  # directories of any size, whose names differ in any byte
+        begin = b"d" + rng.randbytes(rng.choice([2, 8])) + b"model.layers." * rng.randrange(3)
+        keys |= {begin + b"%d" % rng.randrange(10**9) for _ in range(rng.randrange(1, 60))}
+    inodes = [b"i" + number.to_bytes(8, "big") for number in range(1000, 2000)]
+    for some in (sorted(keys), inodes):
+        await engine.transact((), [Put(key, b"") for key in some])
+    expected = await engine.range(b"", END)
+    monkeypatch.setattr(engine_module, "PAGE_KEYS", page_keys := rng.randrange(5, 30))
+    asked: list[pb.RangeRequest] = []
+    ask = engine.calls.ask
+
+    async def noted(method: Method[pb.RangeResponse], request: pb.RangeRequest) -> pb.RangeResponse:
+        asked.append(request)
+        return await ask(method, request)
+
+    monkeypatch.setattr(engine.calls, "ask", noted)
+    assert await engine.range(b"", END) == expected
+    assert {*keys, *inodes} <= {record.key for record in expected}
+    # A gap between two directories takes a request for each byte of a key at most.
+    assert len(asked) < 2 * len(expected) / page_keys + 13 * 264
+    asked.clear()
+    assert [record.key for record in await engine.range(b"i", b"j")] == inodes
+    counted = 0
+    for request in asked:
+        left = (key for key in inodes if engine.prefix + key >= request.key)
+        counted += sum(engine.prefix + key < request.range_end for key in left)
+    # The first request is of all; the others are of the keys they have and two pages more.
+    assert counted <= 5 * len(inodes)
+    assert len(asked) <= 2 * len(inodes) / page_keys
     await engine.close()
 
 
@@ -64,7 +98,6 @@ async def test_a_closed_engine_refuses_everything(engine: EtcdEngine) -> None:
         engine.range(b"", END),
         engine.transact((), [Put(b"a", b"1")]),
         engine.get(b"a"),
-        engine.range(b"", END, 1),
         engine.snapshot(b"", END),
         engine.barrier(),
     ):
@@ -93,7 +126,6 @@ async def test_a_range_of_any_length_is_of_one_revision(
             # What is old lies before what is new: it was overwritten in that order.
             values = [one.value for one in found if one.key in set(keys[::100])]
             assert values == sorted(values)
-    assert len(await engine.range(b"k", b"l", 2222)) == 2222
     await engine.close()
 
 
