@@ -2,6 +2,7 @@
 
 The attribute user.irdmafs.drafts of a directory has patterns of names (fnmatch), with spaces between them.
 A directory below it whose name matches one is a draft while it has that name, and so is all that is below.
+A directory whose name begins with ".draft-" is always one: programs that use irdmafs.client make these.
 """
 
 from collections.abc import Mapping
@@ -10,6 +11,7 @@ from fnmatch import fnmatchcase
 from .inode import Inode, upwards
 
 DRAFTS = b"user.irdmafs.drafts"
+_NAMED = b".draft-"
 # Each close in a draft compares them with each name of its path.
 _PATTERNS_MAX_BYTES = 255
 
@@ -23,13 +25,19 @@ def check(value: bytes) -> None:
         )
 
 
+def is_named_draft(name: bytes) -> bool:
+    """Return whether a directory of this name is a draft wherever it is."""
+    return name.startswith(_NAMED)
+
+
 def is_draft(inodes: Mapping[int, Inode], directory: int, *below: bytes) -> bool:
     """Return whether a directory is a draft, or below one; or else one of the directories `below` it."""
-    names = [*below]
+    names, patterns = [*below], list[bytes]()
     for inode in upwards(inodes, directory):
-        if DRAFTS in inode.xattrs:
+        if not patterns and DRAFTS in inode.xattrs:
             # A member may have forged longer ones.
             patterns = inode.xattrs[DRAFTS][:_PATTERNS_MAX_BYTES].split()
-            return any(fnmatchcase(name, pattern) for pattern in patterns for name in names)
+            if any(fnmatchcase(name, pattern) for pattern in patterns for name in names):
+                return True
         names.append(inode.name)
-    return False
+    return any(map(is_named_draft, names))

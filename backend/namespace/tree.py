@@ -25,7 +25,7 @@ from ..model.clock import now_ns
 from ..model.records import NEXT_INO_KEY, NEXT_INO_OF
 from .clones import Clones
 from .commit import Commit
-from .drafts import DRAFTS
+from .drafts import DRAFTS, is_named_draft
 from .events import Listener, changes_of, differences, load_order, misplaced, removals_first
 from .inode import DAMAGED_INO, FIRST_VIRTUAL_INO, ROOT_INO, Inode, inode_key, name_key, time_key
 from .lookup import Names, link_key
@@ -83,7 +83,7 @@ class Tree(Names):
         self.quotas = Quotas(self.inodes, self.below, self.parents_of, self.path_of)
         self.watches = Watches(self.inodes, self.parents_of)
         self.clones = Clones(self.inodes)
-        # A directory has, or had, the attribute of drafts.
+        # A directory has, or had, the attribute of drafts, or the name of one.
         self.has_drafts = False
 
     def load_quotas(self) -> None:
@@ -416,8 +416,10 @@ class Tree(Names):
             inode.more += 1
         else:
             inode.parent, inode.name = parent, name
-        if inode.is_dir and parent != ROOT_INO and not self.inodes[parent].name:
-            self.inodes.changing(parent).parent = 0
+        if inode.is_dir:
+            self.has_drafts |= is_named_draft(name)
+            if parent != ROOT_INO and not self.inodes[parent].name:
+                self.inodes.changing(parent).parent = 0
         return inode.is_dir
 
     def _unlinked(self, ino: int, parent: int, name: bytes) -> bool:

@@ -4,6 +4,7 @@ both stores have."""
 import errno
 import os
 from collections.abc import Awaitable, Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING, Any, Protocol
 
 import trio
@@ -89,9 +90,9 @@ class Store(Protocol):
         """Return whether no other host looks into a directory before `before_looks` has returned."""
         return False
 
-    def expect_looks(self, directory: int) -> None:
-        """Note that other hosts are about to look into a directory that this host may hold alone."""
-        return
+    def showing(self, directory: int) -> AbstractContextManager[None]:
+        """Hold a directory alone no more while it gets a name where other hosts look, and from then on."""
+        return nullcontext()
 
     def before_looks(self, store: Callable[[int], Awaitable[None]]) -> None:
         """Have `store` awaited, with its number, before other hosts may look into a directory that this

@@ -7,20 +7,20 @@ import contextlib
 import errno
 import json
 import os
+import secrets
 import shutil
 import stat
-import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 from ._files import RENAME_EXCHANGE, StrPath, look_up, open_to_read, rename
 
-_DRAFTS_XATTR = "user.irdmafs.drafts"
 _CLONE_XATTR = "user.irdmafs.clone"
 # A mount is asked to make so many files at a time; where it refuses, so many groups of them, by turns.
 _TOGETHER = 400
 _GROUPS = 20
 _COPIED_BYTES = 1 << 20
+_NAME_BYTES = 200
 # A file to be copied: its path, that of the copy, and its status.
 _File = tuple[str, str, os.stat_result]
 
@@ -46,27 +46,36 @@ def _aside(path: StrPath) -> Iterator[str]:
     parent, name = os.path.split(os.fsdecode(path).rstrip("/"))
     if name in ("", os.curdir, os.pardir):
         raise OSError(errno.EINVAL, "It names no directory to make", path)
-    path = os.path.join(os.path.abspath(parent), name)
-    place, owner = tempfile.mkdtemp(prefix=".draft-", dir=os.path.dirname(path)), os.getpid()
+    parent = os.path.abspath(parent)
+    path, place, owner = (
+        os.path.join(parent, name),
+        os.path.join(parent, new_name(name)),
+        os.getpid(),
+    )
     try:
-        store_together(place)
-        inside = os.path.join(place, name)
-        yield inside
+        yield place
         try:
-            rename(inside, path)
+            rename(place, path)
         except OSError as error:
             if error.errno not in (errno.ENOTEMPTY, errno.EEXIST):
                 raise OSError(error.errno, error.strerror, path) from None
-            rename(inside, path, RENAME_EXCHANGE)
+            rename(place, path, RENAME_EXCHANGE)
     finally:
         if os.getpid() == owner:
-            shutil.rmtree(place, ignore_errors=True)
+            remove(place)
 
 
-def store_together(directory: str) -> None:
-    """Make all directories below a directory drafts, whose files are closed before they are stored."""
-    with contextlib.suppress(OSError):  # it is not on a mount, or that cannot change attributes
-        os.setxattr(directory, _DRAFTS_XATTR, b"*")
+def new_name(of: str) -> str:
+    """Return a new name of a draft (see backend/namespace/drafts), which says what is made there."""
+    cut = os.fsdecode(os.fsencode(of)[:_NAME_BYTES])
+    return f".draft-{cut}-{secrets.token_hex(8)}"
+
+
+def remove(path: str) -> None:
+    """Remove a file or a directory with all that is in it, if it is there, as far as that is possible."""
+    shutil.rmtree(path, ignore_errors=True)
+    with contextlib.suppress(OSError):
+        os.unlink(path)
 
 
 class Cloned(NamedTuple):

@@ -7,7 +7,6 @@ import errno
 import logging
 import os
 import re
-import secrets
 import shutil
 import stat
 import threading
@@ -19,7 +18,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from . import _locks
-from ._drafts import Copying, store_together
+from ._drafts import Copying, new_name, remove
 from ._files import RENAME_NOREPLACE, StrPath, look_up, open_to_read, rename
 from ._waiting import Seen, wait
 
@@ -27,6 +26,8 @@ log = logging.getLogger(__name__)
 
 _INSIDE = ("versions", ".held", ".drafts")
 _NUMBER = re.compile(r"[1-9][0-9]{0,17}", re.ASCII)
+# The name of a draft has the number whose lock holds it.
+_DRAFT = re.compile(r"\.draft-([0-9]+)-.*", re.ASCII)
 _FLAGS = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
 # Files that are fetched at once.
 _AT_ONCE = 8
@@ -102,16 +103,13 @@ class Versions:
         after an exception. It is empty, or begins with the files of version ``base``, which share their
         bytes (see clone()) until they are changed. ``expected``: as for publish(). Raises OSError, and
         FileNotFoundError."""
-        with contextlib.ExitStack() as rest:
-            path = rest.enter_context(self._drafted())
-            # Publishing takes this lock, too, if nobody is faster: the mount has it then.
-            with self._locked(str(self.newest() + 1), _locks.READ):
-                if base is not None:
-                    with self.hold(base) as old:
-                        Copying().copy_all(old.path, path)
-                yield path
-                self._publish(path, expected)
-            self._tidy_later(rest)
+        with self._drafted() as path:
+            if base is not None:
+                with self.hold(base) as old:
+                    Copying().copy_all(old.path, path)
+            yield path
+            self._publish(path, expected)
+        self._tidy_later()
 
     def publish(self, directory: StrPath, *, expected: int | None = None) -> int:
         """Make a directory of this filesystem the next version, and return its number. It loses its old
@@ -131,7 +129,7 @@ class Versions:
                 text = f"It is a part of the versions in {top}: copy it"
                 raise OSError(errno.EPERM, text, directory)
         number = self._publish(directory, expected)
-        self._tidy_later(contextlib.ExitStack())
+        self._tidy_later()
         return number
 
     def _publish(self, directory: StrPath, expected: int | None) -> int:
@@ -177,10 +175,10 @@ class Versions:
         self._put_aside(rest)
         self._finish(rest)
 
-    def _tidy_later(self, rest: contextlib.ExitStack) -> None:
-        """Do as tidy() does, and the `rest`, in threads: nobody waits for that, except that numbers() waits
-        until old versions are put aside. If the program is killed, who tidies next does it."""
-        rest = rest.pop_all()
+    def _tidy_later(self) -> None:
+        """Do as tidy() does, in threads: nobody waits for that, except that numbers() waits until old
+        versions are put aside. If the program is killed, who tidies next does it."""
+        rest = contextlib.ExitStack()
 
         def put_aside() -> None:
             self._put_aside(rest)
@@ -204,25 +202,34 @@ class Versions:
         try:
             numbers = [str(number) for number in self._numbers()]
             old, kept = {*numbers[: -self.keep]}, {*numbers[-self.keep :]}
-            names = {*os.listdir(self._held), *os.listdir(self._drafts), *old} - kept
+            # By the name of a lock, the old version and the drafts that it holds.
+            left = {number: [self.path(int(number))] for number in old}
+            for name in os.listdir(self._drafts):
+                found = _DRAFT.fullmatch(name)
+                left.setdefault(found[1] if found else name, []).append(f"{self._drafts}/{name}")
+            for name in {*os.listdir(self._held)} - kept:
+                left.setdefault(name, [])
         except OSError as error:
             log.warning("old versions in %s stay: %s", self.directory, error)
             return
-        for name in names:
-            version = os.path.join(self._versions, name)
-            aside = os.path.join(self._drafts, secrets.token_hex(8))
+        for name, paths in left.items():
             try:
                 with contextlib.ExitStack() as locked:
                     held = locked.enter_context(self._locked(name, _locks.WRITE, waits=False))
-                    if held < 0 or (name not in old and os.path.lexists(version)):
-                        continue  # somebody holds it, or it was published since
-                    with contextlib.suppress(FileNotFoundError):
-                        # In one change: nobody sees a part of it, and no host that was cut off publishes
-                        # the rest.
-                        rename(version if name in old else os.path.join(self._drafts, name), aside)
-                        rest.callback(_remove, aside)
-                    rest.push(locked.pop_all())
-                    rest.callback(self._unlink_held, name)
+                    if held < 0:
+                        continue  # somebody holds it
+                    # Readers lock it, maybe of a version that was published since.
+                    is_used = name not in old and os.path.lexists(f"{self._versions}/{name}")
+                    for path in paths:
+                        aside = os.path.join(self._drafts, new_name("0"))
+                        with contextlib.suppress(FileNotFoundError):
+                            # In one change: nobody sees a part of it, and no host that was cut off
+                            # publishes the rest.
+                            rename(path, aside)
+                            rest.callback(_remove, aside)
+                    if not is_used:
+                        rest.push(locked.pop_all())
+                        rest.callback(self._unlink_held, name)
             except OSError as error:
                 log.warning("%s in %s stays: %s", name, self.directory, error)
 
@@ -240,23 +247,21 @@ class Versions:
                 except FileNotFoundError as error:
                     error.filename = self.directory
                     raise
-                if path == self._drafts:
-                    store_together(path)
 
     @contextlib.contextmanager
     def _drafted(self) -> Iterator[str]:
         """Give an empty directory, which is removed at the end if it has that name still."""
         self._make()
-        name, owner = secrets.token_hex(8), os.getpid()
-        with self._locked(name, _locks.WRITE):
-            path = os.path.join(self._drafts, name)
+        number, owner = str(self.newest() + 1), os.getpid()
+        # Publishing takes this lock, too, if nobody is faster: the mount has it then.
+        with self._locked(number, _locks.READ):
+            path = os.path.join(self._drafts, new_name(number))
             os.mkdir(path)
             try:
                 yield path
             finally:
                 if os.getpid() == owner:
-                    shutil.rmtree(path, ignore_errors=True)
-                    self._unlink_held(name)
+                    remove(path)
 
     # -- reading -----------------------------------------------------------------------------------
 

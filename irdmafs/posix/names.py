@@ -9,6 +9,7 @@ from typing import Any, Final
 
 from ..backend.namespace import FIRST_VIRTUAL_INO, RENAME_EXCHANGE, Inode, fail
 from ..backend.namespace.drafts import is_draft
+from ..coherence.kernel_cache import Name
 from ..coherence.nodes import INO_BITS, Handle
 from ..inline import detach
 from .calls import Attributes, Caller
@@ -182,15 +183,23 @@ class Names(Part):
             self._since.refuse(target, new_name)
         old, new = (source.ino, name), (target.ino, new_name)
         moved = self._namespace.lookup(*old)
+        has_drafts = self._namespace.tree.has_drafts
+        if moved is not None and has_drafts and not is_draft(self._inodes, target.ino, new_name):
+            with self._store.showing(moved.ino):  # a draft may be published
+                await self._rename(old, new, moved, flags, ctx)
+        else:
+            await self._rename(old, new, moved, flags, ctx)
+
+    async def _rename(
+        self, old: Name, new: Name, moved: Inode | None, flags: int, ctx: Caller
+    ) -> None:
         put_off = self._cache.put_off
-        if moved is not None and not (put_off.handles and put_off.stays(moved.ino, target.ino)):
-            if self._namespace.tree.has_drafts and not is_draft(self._inodes, target.ino, new_name):
-                self._store.expect_looks(moved.ino)  # a draft may be published
+        if moved is not None and not (put_off.handles and put_off.stays(moved.ino, new[0])):
             if put_off.handles:
                 await self._cache.drafts.store(moved.ino)
             if moved.is_file:
                 await self._cache.publisher.publish_now(moved.ino)
-        if len(new_name) > 255:
+        if len(new[1]) > 255:
             raise fail(errno.ENAMETOOLONG)
         exchanged = self._namespace.lookup(*new) if flags & RENAME_EXCHANGE else None
         if exchanged is not None and put_off.handles:

@@ -11,6 +11,7 @@ from unittest.mock import Mock
 import numpy as np
 import pytest
 from harness.beside import beside
+from harness.clusters import counters
 from harness.errors import fails_with
 from harness.mountpoint import IRDMAFS, irdmafs, one_line
 from harness.processes import Process, TakeProcess
@@ -58,6 +59,19 @@ def test_a_version_is_there_when_its_draft_ends(here: Path, there: Path) -> None
     assert os.listdir(here / ".drafts") == []
 
 
+def test_a_version_takes_seven_transactions(here: Path, there: Path) -> None:
+    """One for its draft, its files and its name each, and three for the lock that holds it; and one tells
+    others that this host, which reads here, too, knows of the rename."""
+    writer, reader, costs = client.Versions(here, keep=9), client.Versions(there), list[int]()
+    for step in range(1, 8):
+        before = counters(here)["transactions"]
+        publish(writer, step)
+        costs.append(counters(here)["transactions"] - before)
+        with reader.hold(step) as version:
+            assert steps_in(version.path) == {b"%d" % step}
+    assert min(costs) <= 7, costs
+
+
 def test_of_writers_who_began_with_one_version_one_publishes(here: Path, there: Path) -> None:
     first, second = client.Versions(here), client.Versions(there)
     publish(first, 1, expected=0)
@@ -89,7 +103,7 @@ def test_a_number_is_not_used_again(here: Path, monkeypatch: pytest.MonkeyPatch)
 def test_a_draft_whose_lock_was_lost_is_not_published_in_part(here: Path, there: Path) -> None:
     with pytest.raises(FileNotFoundError), client.Versions(here).draft() as directory:
         fill(directory, 1)
-        (there / ".held" / Path(directory).name).unlink()
+        (there / ".held" / "1").unlink()
         client.Versions(there).tidy()
         assert os.listdir(there / ".drafts") == []
     assert client.Versions(there).newest() == 0

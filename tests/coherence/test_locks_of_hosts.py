@@ -6,10 +6,12 @@ import itertools
 import os
 import signal
 from collections.abc import Iterator
+from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
 from harness.clusters import Cluster, ClusterMount, Plan, counters
+from harness.errors import fails_with
 from harness.mountpoint import eventually
 from harness.processes import TRY_LOCKS, Process, TakeProcess
 from harness.seeds import chosen_seed
@@ -102,6 +104,18 @@ def test_flock_and_ranges_do_not_see_each_other_between_hosts(on_hosts: Two) -> 
     one, other = on_hosts
     assert one.do("try_flock(fd, fcntl.LOCK_EX)")
     assert other.do("try_lock(fd, fcntl.LOCK_EX)")
+
+
+def test_locks_of_directories_hold_on_one_host(here: Path, there: Path) -> None:
+    """The kernel keeps them by itself."""
+    with ExitStack() as opened:
+        for place in (here, there):
+            fds = [os.open(place, os.O_RDONLY) for _ in range(2)]
+            for fd in fds:
+                opened.callback(os.close, fd)
+            fcntl.flock(fds[0], fcntl.LOCK_EX | fcntl.LOCK_NB)
+            with fails_with(errno.EAGAIN):
+                fcntl.flock(fds[1], fcntl.LOCK_EX | fcntl.LOCK_NB)
 
 
 def test_open_file_description_locks_hold_between_hosts(on_hosts: Two) -> None:

@@ -36,6 +36,7 @@ def test_patterns_of_drafts_that_no_mount_sets_are_not_all_compared() -> None:
     root.xattrs = {DRAFTS: b"a " * 200 + b"*"}
     assert not is_draft({ROOT_INO: root}, ROOT_INO, b"b")
     assert is_draft({ROOT_INO: root}, ROOT_INO, b"a")
+    assert is_draft({ROOT_INO: root}, ROOT_INO, b".draft-b", b"b")
 
 
 @st.composite

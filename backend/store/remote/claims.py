@@ -23,6 +23,7 @@ likewise what it deferred; it gives all its claims up, and takes none for longer
 import errno
 import logging
 import time
+from collections import Counter
 from collections.abc import Awaitable, Callable, Iterator
 from contextlib import contextmanager
 from itertools import islice
@@ -106,6 +107,8 @@ class Claims(RecordKeeper):
         self._taking: set[int] = set()
         self._ending: set[int] = set()
         self._sharing: set[int] = set()
+        # By directory, how many calls are about to give it a name where others look.
+        self._showing: Counter[int] = Counter()
         # Directories that this mount made with an exclusive claim: who follows one above knows of that, and
         # follows the directory itself to look into it.
         self._born: set[int] = set()
@@ -173,6 +176,7 @@ class Claims(RecordKeeper):
         return (
             self.exclusive.get(directory) == self._session.lease
             and directory not in self._sharing
+            and directory not in self._showing
             and self.is_ours(directory)
             and not self._is_looked_at(directory)
         )
@@ -197,15 +201,19 @@ class Claims(RecordKeeper):
         directories = commit.changed_in if commit.names or commit.may_wait else ()
         for one in directories:
             is_changed_often = now - self._changed.get(one, -_WITHIN_S) < _WITHIN_S
-            if is_changed_often and self._is_worth_taking(one):
+            if (is_changed_often or self._is_draft(one)) and self._is_worth_taking(one):
                 taken.append(one)
                 conditions.append(Exists(inode_key(one)))
                 changes.append(_claim(one, lease, exclusive=self._may_be_exclusive(one)))
+        for _, _, ino in commit.names if self._showing else ():
+            if ino in self._showing and self.exclusive.get(ino) == lease:
+                changes.append(_claim(ino, lease, exclusive=False))
+                self._looks.begin(ino)
         made = commit.new if commit.new is not None and commit.new.is_dir else None
         if made and self._may_take() and all(map(self._leases.may_follow, directories)):
             taken.append(made.ino)
             tree, (parent, name, _) = self._member.tree, commit.names[0]
-            exclusive = self._defers and tree.has_drafts and is_draft(tree.inodes, parent, name)
+            exclusive = self._defers and is_draft(tree.inodes, parent, name)
             changes.append(_claim(made.ino, lease, exclusive=exclusive))
             if exclusive:
                 self._born.add(made.ino)
@@ -229,6 +237,10 @@ class Claims(RecordKeeper):
             self._taking.difference_update(taken, ours)
             if not self._touched.isdisjoint(taken):
                 self.tell()  # somebody may want one already
+
+    def _is_draft(self, directory: int) -> bool:
+        tree = self._member.tree
+        return tree.has_drafts and is_draft(tree.inodes, directory)
 
     def making(self, directory: int) -> list[Put]:
         if not self._may_take():
@@ -384,7 +396,7 @@ class Claims(RecordKeeper):
                 elif now - used > _IDLE_S or self._is_doubted():
                     idle.append(directory)
                 elif directory in self.exclusive and self._is_looked_at(directory):
-                    self.share(directory)
+                    self._share_soon(directory)
             if idle:
                 self._start_giving_up(idle[:_GIVEN_UP_AT_ONCE])
 
@@ -411,10 +423,20 @@ class Claims(RecordKeeper):
         finally:
             self._ending.difference_update(directories)
 
-    def share(self, directory: int) -> None:
-        """Begin to make a claim an ordinary one, if it is exclusive: others look there, or are about to."""
-        is_exclusive = self.exclusive.get(directory) == self._session.lease
-        if is_exclusive and directory not in self._sharing:
+    @contextmanager
+    def showing(self, directory: int) -> Iterator[None]:
+        """Defer nothing in a directory meanwhile. The transaction that gives it a name makes an exclusive
+        claim an ordinary one: others are about to look there."""
+        self._showing[directory] += 1
+        try:
+            yield
+        finally:
+            self._showing[directory] -= 1
+            self._showing = +self._showing
+
+    def _share_soon(self, directory: int) -> None:
+        """Begin to make an exclusive claim an ordinary one: others look there."""
+        if directory not in self._sharing:
             self._sharing.add(directory)
             self._looks.begin(directory)
             self._nursery.start_soon(self._share, directory)

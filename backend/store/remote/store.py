@@ -136,7 +136,7 @@ class RemoteStore:
         self.allocate, self.publish = publisher.allocate, publisher.publish
         self.publish_together = publisher.publish_together
         self.send_ahead = publisher.send_ahead
-        self.holds_alone, self.expect_looks = cluster.claims.is_exclusive, cluster.claims.share
+        self.holds_alone, self.showing = cluster.claims.is_exclusive, cluster.claims.showing
         self.may_have_published = publisher.may_have_published
         self.bring, self.read_into = versions.bring, versions.read_into
         self.read, self.count_open = self._fetcher.read, versions.count_open
