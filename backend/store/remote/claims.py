@@ -238,6 +238,11 @@ class Claims(RecordKeeper):
             if not self._touched.isdisjoint(taken):
                 self.tell()  # somebody may want one already
 
+    def has_draft(self, directory: int) -> bool:
+        """Return whether a directory is a draft of which this mount has an exclusive claim, most likely
+        until it is published."""
+        return directory in self._born and self._is_draft(directory)
+
     def _is_draft(self, directory: int) -> bool:
         tree = self._member.tree
         return tree.has_drafts and is_draft(tree.inodes, directory)

@@ -286,7 +286,7 @@ class Freshness:
         if directory in self.exclusive and self._claims.is_exclusive_elsewhere(directory):
             return 0.0
         seconds = self._leases.believable_s(directory, used=used)
-        if used and not seconds and directory not in self.exclusive:
+        if used and not seconds and not self._claims.has_draft(directory):
             self._leases.asked(directory)
         return seconds
 
