@@ -1,17 +1,39 @@
-"""Runs the programs of examples/, small."""
+"""Runs the programs of examples/, small, one after the other in one process: torch and scikit-learn take
+seconds to import."""
 
-import os
-import subprocess
-import sys
 import tempfile
+from collections.abc import Callable, Iterator
 from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
 
+from harness.processes import Process
+
 EXAMPLES = Path(__file__).parents[2] / "examples"
 # By module: its package, and how scripts/test is told to install it.
 _PACKAGES = {"torch": ("torch", "WITH_TORCH"), "sklearn": ("scikit-learn", "WITH_EXAMPLES")}
+# Examples fork their workers from a process that has imported these.
+_OF_WORKERS = ["irdmafs.train", "torch._dynamo", "torch.distributed.checkpoint"]
+_BEGIN = """
+import contextlib, importlib, io
+from multiprocessing import forkserver
+os.chdir(folder)
+sys.path.append(examples)
+forkserver.set_forkserver_preload(modules)
+forkserver.ensure_running()
+"""
+_RUN = """
+if plots: sys.modules.pop('matplotlib', None)
+else: sys.modules.setdefault('matplotlib')
+with contextlib.redirect_stdout(io.StringIO()) as printed:
+    importlib.import_module(name).main(arguments, standalone_mode=False)
+printed.getvalue()
+"""
+
+# Runs an example with arguments, and returns what it prints. matplotlib, which takes two seconds to import,
+# is there from the first run with `plots` on.
+Run = Callable[..., str]
 
 
 def needs(module: str) -> pytest.MarkDecorator:
@@ -21,20 +43,13 @@ def needs(module: str) -> pytest.MarkDecorator:
     return pytest.mark.skipif(find_spec(module) is None, reason=reason)
 
 
-def run(name: str, *arguments: object, plots: bool = False) -> str:
-    """Run an example, and return what it prints. matplotlib, which takes two seconds of a processor, is
-    there for a run with `plots` only."""
-    command = [sys.executable, str(EXAMPLES / name), *map(str, arguments)]
-    with tempfile.TemporaryDirectory() as folder:
-        if not plots:
-            Path(folder, "matplotlib.py").write_text("raise ImportError")
-        done = subprocess.run(
-            command,
-            capture_output=True,
-            text=True,
-            timeout=110,
-            cwd=folder,
-            env=os.environ | {"PYTHONPATH": folder},
-        )
-    assert done.returncode == 0, done.stdout + done.stderr
-    return done.stdout
+def examples() -> Iterator[Run]:
+    """Yield what runs them."""
+    with Process() as process, tempfile.TemporaryDirectory() as folder:
+        process.do(_BEGIN, folder=folder, examples=str(EXAMPLES), modules=_OF_WORKERS)
+
+        def run(name: str, *arguments: object, plots: bool = False) -> str:
+            process.start(_RUN, name=name, arguments=[*map(str, arguments)], plots=plots)
+            return str(process.result(110))
+
+        yield run

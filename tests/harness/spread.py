@@ -20,7 +20,6 @@ DIVIDED = frozenset(
         "tests/cluster/test_membership.py",
         "tests/cluster/test_protocols.py",
         "tests/faults/test_random_faults.py",
-        "tests/train/test_examples.py",
         "tests/train/test_random_kills.py",
     }
 )
