@@ -323,7 +323,7 @@ def test_fio_verifies(folder: Path) -> None:
         for engine, pattern in itertools.product(("psync", "mmap"), ("write", "randwrite"))
     ]
     run_checked(
-        "fio", "--name=global", f"--directory={folder}", "--size=4m", "--bs=4k", "--verify=crc32c",
+        "fio", "--name=global", f"--directory={folder}", "--size=2m", "--bs=4k", "--verify=crc32c",
         "--verify_fatal=1", "--do_verify=1", "--fsync=100", "--numjobs=2", "--randseed=1",
         f"--aux-path={folder}", *itertools.chain(*jobs),
     )  # fmt: skip

@@ -137,7 +137,7 @@ def test_who_takes_over_knows_the_version_that_came_while_it_did_not_look(cluste
 
 # The kernel asks again for what it has not asked for a second.
 ASKS_AGAIN = {"LOOKUP", "GETATTR"}
-TIMES = 50
+TIMES = 20
 
 
 def cost_of(mount: Mount, use: Callable[[], object]) -> tuple[Counter[str], dict[str, int]]:
