@@ -308,16 +308,6 @@ async def test_a_circle_of_waiting_owners_is_refused_and_no_chain() -> None:
     await acquire_wait(table, INO + 1, 3, write())
 
 
-def test_a_flock_conversion_that_fails_has_given_up_the_old_lock() -> None:
-    table = FlockTable()
-    table.acquire(INO, 1, read(pid=1))
-    table.acquire(INO, 2, read(pid=2))
-    with pytest.raises(BlockingIOError):
-        table.acquire(INO, 1, write())
-    table.acquire(INO, 2, write(pid=2))
-    assert table.test(INO, 1, read()) == write(pid=2)
-
-
 @pytest.mark.parametrize("kind", [LockTable, FlockTable])
 async def test_two_upgrades_are_a_deadlock_unless_with_flock(kind: type[LockTable]) -> None:
     table, errors = kind(), list[int | None]()

@@ -209,13 +209,6 @@ def pair(pair: list[Path]) -> list[Path]:
     return pair
 
 
-def test_a_version_of_another_host_ends_a_wait(here: Path, there: Path, reader: Process) -> None:
-    for number in range(10):
-        reader.start(READ, path=str(there / "since" / f"{number}" / "model"))
-        make_version(here, number)
-        assert reader.result() == b"version %d" % number
-
-
 def test_an_open_sees_every_version_that_another_host_made_before(here: Path, there: Path) -> None:
     for number in range(30):
         make_version(here, number)
