@@ -176,26 +176,16 @@ def test_a_renamed_file_is_where_it_was_put_at_once(two: list[Path]) -> None:
         assert os.stat(other / f"file{i + 1}").st_ino == ino
 
 
-def test_what_replaced_a_file_is_found_at_once(two: list[Path]) -> None:
-    one, other = two
-    (one / "file").write_bytes(b"")
-    believe(other / "file")
-    for i in range(1, ROUNDS):
-        os.stat(other / "file")
-        (one / "new").write_bytes(b"x" * i)
-        (one / "new").rename(one / "file")
-        assert os.stat(other / "file").st_size == i
-        assert (other / "file").read_bytes() == b"x" * i
-
-
-def test_a_published_version_shows_at_once(two: list[Path]) -> None:
+@pytest.mark.parametrize("written", ["file", "new"], ids=["published", "renamed"])
+def test_a_new_version_shows_at_once(two: list[Path], written: str) -> None:
     one, other = two
     (one / "file").write_bytes(b"")
     believe(other / "file")
     requests = Requests(other)
     for i in range(1, ROUNDS):
         os.stat(other / "file")
-        (one / "file").write_bytes(b"x" * i)
+        (one / written).write_bytes(b"x" * i)
+        (one / written).rename(one / "file")
         assert os.stat(other / "file").st_size == i
         fd = os.open(other / "file", os.O_RDONLY)
         assert os.fstat(fd).st_size == i
