@@ -557,29 +557,23 @@ def test_unlock_that_cannot_publish_fails_and_gives_the_lock_up(
     assert (pair[1] / aside).read_text() == "9"
 
 
+@pytest.mark.parametrize("publish", ["os.fsync(fd)", "fcntl.lockf(fd, fcntl.LOCK_EX)"])
 def test_lock_shows_the_newest_version_to_a_descriptor_that_was_told_of_a_conflict(
-    on_hosts: Two, pair: list[Path]
+    on_hosts: Two, pair: list[Path], publish: str
 ) -> None:
+    """A lock that tells of it is not granted."""
     one, other = on_hosts
     one.do("os.pwrite(fd, b'1', 0)")
     other.do("os.pwrite(fd, b'2', 0); os.fsync(fd)")
-    assert one.do("failure(lambda: os.fsync(fd))") == errno.ESTALE
+    assert one.do(f"failure(lambda: {publish})") == errno.ESTALE
+    assert other.do("try_lock(fd, fcntl.LOCK_EX)")
+    other.do("fcntl.lockf(fd, fcntl.LOCK_UN)")
     one.do("fcntl.lockf(fd, fcntl.LOCK_EX)")
     assert one.do("os.pread(fd, 1, 0)") == b"2"
     one.do("os.pwrite(fd, b'3', 0); fcntl.lockf(fd, fcntl.LOCK_UN)")
     assert (pair[1] / "file").read_bytes()[:1] == b"3"
     one.do("os.close(fd)")
     assert len(os.listdir(pair[1])) == 2
-
-
-def test_lock_is_not_granted_over_bytes_that_conflict_with_newest_version(on_hosts: Two) -> None:
-    one, other = on_hosts
-    one.do("os.pwrite(fd, b'1', 0)")
-    other.do("os.pwrite(fd, b'2', 0); os.fsync(fd)")
-    assert one.do("failure(lambda: fcntl.lockf(fd, fcntl.LOCK_EX))") == errno.ESTALE
-    assert other.do("try_lock(fd, fcntl.LOCK_EX); fcntl.lockf(fd, fcntl.LOCK_UN)") is None
-    one.do("fcntl.lockf(fd, fcntl.LOCK_EX)")
-    assert one.do("os.pread(fd, 1, 0)") == b"2"
 
 
 def test_locks_can_be_kept_on_one_host_or_refused(
