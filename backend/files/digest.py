@@ -2,9 +2,7 @@
 
 A stripe is hashed in blocks of 2 MiB counted from its beginning, by several threads and in any order; its
 digest is the hash of its blocks' digests (XXH3, 64 bits: against accidents, not against an attacker). The
-version's record has eight bytes for each stripe, so that a fetch knows which node sent wrong bytes. With
-more stripes than PARTS_MAX, runs of stripes share eight bytes, the hash of their digests: a record stays
-small.
+version's record has eight bytes for each stripe, so that a fetch knows which node sent wrong bytes.
 
 A fetched block is hashed by the thread that has written it to the file, while it is in that processor's
 cache. Files are read into a small buffer of each thread, not mapped: truncating a mapped file would end the
@@ -16,7 +14,7 @@ import itertools
 import mmap
 import os
 import threading
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable
 from functools import partial
 from typing import Final
 
@@ -30,7 +28,6 @@ from .sparse import allocated_bytes, is_sparse, next_data
 # The size of a huge page, and the alignment of the streams of a transfer.
 BLOCK_BYTES = 2 << 20
 DIGEST_BYTES = 8
-PARTS_MAX = 64
 # Half of a core's own cache, so that bytes are still in it when they are hashed.
 BUFFER_BYTES = 256 << 10
 # digest_at_rest hashes pieces of this many blocks.
@@ -54,52 +51,12 @@ class _OfThread(threading.local):
 of_thread: Final = _OfThread()
 
 
-class Digests:
-    """The digests in a record of a content with so many stripes. `parts` is the number of runs of stripes
-    that are checked separately. `are_there`: a content may have been published without."""
-
-    def __init__(self, record: bytes, stripes: int) -> None:
-        self._record = record
-        self._stripes = stripes
-        self._run = max(1, -(-stripes // PARTS_MAX))
-        self.parts = -(-stripes // self._run)
-        self.are_there = len(record) == self.parts * DIGEST_BYTES
-
-    def part_of(self, stripe: int) -> int:
-        return stripe // self._run
-
-    def stripes_of(self, part: int) -> range:
-        return range(part * self._run, min((part + 1) * self._run, self._stripes))
-
-    def same_as(self, other: "Digests") -> set[int]:
-        """Return the stripes that have the same bytes in another content."""
-        if self._run != other._run or not (self.are_there and other.are_there):
-            return set()
-        size = DIGEST_BYTES
-        return {
-            stripe
-            for part in range(min(self.parts, other.parts))
-            if self.stripes_of(part) == other.stripes_of(part)
-            and self._record[part * size :][:size] == other._record[part * size :][:size]
-            for stripe in self.stripes_of(part)
-        }
-
-    def match(self, part: int, stripes: Sequence[bytes]) -> bool:
-        """Return whether the stripes of a part, given by their digests, are right."""
-        expected = self._record[part * DIGEST_BYTES : (part + 1) * DIGEST_BYTES]
-        return _joined(stripes) == expected
-
-
-def fold(stripes: Sequence[bytes]) -> bytes:
-    """Return the digests that a version's record has, made from the digests of all stripes."""
-    if len(stripes) <= PARTS_MAX:
-        return b"".join(stripes)
-    run = -(-len(stripes) // PARTS_MAX)
-    return b"".join(_joined(stripes[i : i + run]) for i in range(0, len(stripes), run))
-
-
-def _joined(stripes: Sequence[bytes]) -> bytes:
-    return stripes[0] if len(stripes) == 1 else xxh3_64(b"".join(stripes)).digest()
+def by_stripe(record: bytes, stripes: int) -> list[bytes]:
+    """Return the digest of each stripe, from the record of a content with so many; none if it was published
+    without."""
+    if len(record) != stripes * DIGEST_BYTES:
+        return []
+    return [record[at : at + DIGEST_BYTES] for at in range(0, len(record), DIGEST_BYTES)]
 
 
 def digest_of_bytes(data: bytes) -> bytes:

@@ -44,10 +44,10 @@ GROUP_BUCKET_BITS = 16
 CONTENT_NUMBER_BITS = 24
 # A transaction compares the configuration of every group it wrote to; etcd accepts 128 compares.
 STRIPE_GROUPS_MAX = 64
+# More stripes would share groups, and make records of digests longer. Mounts did not always cut so few.
+STRIPES_MAX = STRIPE_GROUPS_MAX
 # The longest content, in bytes. A version is digested, holes included: about 1 s for so many of them.
 SIZE_MAX = 16 << 40
-# A stripe costs a node about 1 ms of a processor (measured), also if it is all hole.
-STRIPES_MAX = 512
 
 # The number of a content: in a cluster the session that wrote it, and a counter; on a store of one host a
 # counter. The content's file in a store directory has this name, in hexadecimal.

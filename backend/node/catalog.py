@@ -23,14 +23,13 @@ import logging
 import time
 from collections.abc import Awaitable, Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
 
 import msgspec
 import trio
 
 from ..cluster.group_configs import Groups
 from ..cluster.membership import Members
-from ..files.digest import Digests
+from ..files.digest import by_stripe
 from ..files.sparse import allocated_bytes
 from ..kv import Event, KeyValue
 from ..kv.faults import Faults
@@ -49,16 +48,6 @@ log = logging.getLogger(__name__)
 _REMEMBERED_GONE = 1 << 16
 _LEFT_KEPT_S = 600.0
 _TIDY_S = 10.0
-
-
-class Check(NamedTuple):
-    """The digests to check an extent by, together with the other extents of its part of the content (see
-    Digests). The stripe `stripes[i]` belongs to the group `groups[i]`."""
-
-    digests: Digests
-    part: int
-    stripes: range
-    groups: tuple[int, ...]
 
 
 @dataclass(slots=True)
@@ -155,18 +144,11 @@ class Catalog:
         """Return whether an extent is named, in a group of this node, and not here."""
         return extent not in self.files and self.is_member(self.home_of(extent))
 
-    def check_of(self, extent: Extent) -> Check | None:
-        """Return the digests to check an extent by, None if none are known."""
+    def digest_of(self, extent: Extent) -> bytes:
+        """Return the digest that an extent was published with, b"" if none is known."""
         named = self._named.get(extent.content)
-        if named is None or not named.digests:
-            return None
-        stripes = named.stripes
-        digests = Digests(named.digests, stripes)
-        if not digests.are_there or not 0 <= extent.stripe < stripes:
-            return None
-        part = digests.part_of(extent.stripe)
-        run = digests.stripes_of(part)
-        return Check(digests, part, run, tuple(map(named.group, run)))
+        digests = by_stripe(named.digests, named.stripes) if named is not None else []
+        return digests[extent.stripe] if extent.stripe < len(digests) else b""
 
     def allocated(self, extent: Extent, length: int) -> int:
         """Return the most bytes of a named extent outside holes; its length if holes are too small."""

@@ -10,18 +10,20 @@ import logging
 import os
 import time
 from collections import deque
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import closing
 
 import trio
 
+from ..cluster.membership import Members
 from ..files.digest import Stripe, digest_of_bytes
 from ..model.records import GroupConfig
 from ..pauses import Throttle
 from ..transport import Extent, FileRange, landed_from
+from ..transport.device import Device
 from ..transport.messages import in_batches
 from .catalog import Catalog
-from .checks import Checks, Verdict, WrongExtents
+from .checks import Verdict, WrongExtents, verdict_on
 from .files import Incoming
 
 log = logging.getLogger(__name__)
@@ -36,15 +38,22 @@ RATE_WINDOW_S = 10.0
 
 
 class Copier:
-    """Copies at most `bytes_per_s` (0: unlimited). `copied_bytes` counts received bytes. `wrong` has also
-    the extents that were kept although they are wrong, as no member in sync has them right."""
+    """Copies at most `bytes_per_s` (0: unlimited) from nodes, as which `device` returns their numbers.
+    `copied_bytes` counts received bytes. `wrong` has also the extents that were kept although they are
+    wrong, as no member in sync has them right."""
 
-    def __init__(self, catalog: Catalog, checks: Checks, bytes_per_s: float) -> None:
+    def __init__(
+        self,
+        catalog: Catalog,
+        members: Members,
+        device: Callable[[int], Device],
+        bytes_per_s: float,
+    ) -> None:
         self.copied_bytes = 0
         self.wrong = WrongExtents(catalog)
-        self.checks = checks
         self._node = catalog.files.node
-        self._members = checks.members
+        self._members = members
+        self._device = device
         self._catalog = catalog
         self._files = catalog.files
         self._throttle = Throttle(bytes_per_s)
@@ -145,7 +154,7 @@ class Copier:
                     await trio.to_thread.run_sync(self._files.harden, incoming)
                     if extent in self._files and self._catalog.is_named(extent.content):
                         self._files.replace(incoming, extent)
-                        self._put_down(extent)
+                        self._catalog.sealed(extent)
                         await trio.to_thread.run_sync(self._files.settle)
                         await self._files.give_back()
                     return True
@@ -155,7 +164,7 @@ class Copier:
 
     async def _doubt(self, node: int, extent: Extent) -> None:
         log.warning("node %x sent other bytes of extent %x.%x than were published", node, *extent)
-        await self.checks.device(node).doubt(extent)
+        await self._device(node).doubt(extent)
 
     async def _try_to_read(self, node: int, extent: Extent, fd: int, size: int) -> Verdict | None:
         """Read as `_read` does, but return None if the node cannot be read from. Raises OSError ENOSPC."""
@@ -171,7 +180,7 @@ class Copier:
 
     async def _read(self, node: int, extent: Extent, fd: int, size: int) -> Verdict:
         """Read a whole extent, whose blocks are hashed as they come."""
-        device, into, found = self.checks.device(node), FileRange(fd, 0, size), Stripe(fd, 0, size)
+        device, into, found = self._device(node), FileRange(fd, 0, size), Stripe(fd, 0, size)
         allocated = self._catalog.allocated(extent, size)
         if allocated < size:
             await self._throttle.take(allocated)
@@ -185,7 +194,7 @@ class Copier:
                 landed = landed_from(found.landed, start)
                 await device.read(extent, start, into.part(start, length), landed)
                 self._count(length)
-        return await self.checks.verdict(extent, await found.finish())
+        return verdict_on(await found.finish(), self._catalog.digest_of(extent))
 
     async def _bring_small(
         self, config: GroupConfig, batch: Sequence[Extent], left: dict[Extent, int]
@@ -201,14 +210,15 @@ class Copier:
                 break
             await self._throttle.take(sum(left[extent] for extent in wanted))
             try:
-                found = await self.checks.device(node).get(wanted, SMALL_BYTES)
+                found = await self._device(node).get(wanted, SMALL_BYTES)
             except OSError as error:
                 log.info("%d small extents from node %x: %s", len(wanted), node, error)
                 continue
             others = []
             for extent, data in zip(wanted, found, strict=True):
                 if data is not None and len(data) == left[extent]:
-                    verdict = await self.checks.verdict(extent, digest_of_bytes(data))
+                    published = self._catalog.digest_of(extent)
+                    verdict = verdict_on(digest_of_bytes(data), published)
                     if verdict is not Verdict.WRONG:
                         await self._keep(extent, data, left, verdict)
                         continue
@@ -240,13 +250,9 @@ class Copier:
         left.pop(extent, None)
         if self._catalog.is_missing(extent):
             self._files.seal(incoming, extent)
-            self._put_down(extent)
-            if verdict in (Verdict.WRONG, Verdict.HOPELESS):
+            self._catalog.sealed(extent)
+            if verdict is Verdict.WRONG:
                 self.wrong.keep(extent)
-
-    def _put_down(self, extent: Extent) -> None:
-        self.checks.forget(extent)
-        self._catalog.sealed(extent)
 
     def _count(self, count: int) -> None:
         now = time.monotonic()

@@ -44,7 +44,6 @@ from ..trust.security import Renewal
 from ..unwrap import background, first_error, only_error
 from .agent import Agent
 from .catalog import Catalog
-from .checks import Checks
 from .copier import Copier
 from .feed import Feed
 from .files import Files
@@ -249,12 +248,11 @@ class _Node:
         )
         self._peers = peers = Peers(caller, movers)
         members.node_changed.append(peers.node_changed)
-        checks = Checks(catalog, members, groups, peers.device)
-        copier = Copier(catalog, checks, section.rebalance_rate)
+        copier = Copier(catalog, members, peers.device, section.rebalance_rate)
         self._resync = resync = Resync(cluster, catalog, copier)
         rates = {"bytes_per_s": section.scrub_rate, "period_s": section.scrub_period}
         self._scrub = scrub = Scrub(cluster, catalog, copier, **rates)
-        handover = Handover(catalog, checks, scrub.doubt)
+        handover = Handover(catalog, peers.device, scrub.doubt)
         self._agent = agent = Agent(
             cluster, catalog, peers.ping, handover, rereplicate_after_s=section.rereplicate_after
         )

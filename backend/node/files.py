@@ -16,6 +16,7 @@ from typing import NamedTuple, Self
 
 import trio
 
+from ..files.digest import digest_at_rest
 from ..files.extents import OWN_FILE, StoreInUse, copy_all, look_for_room
 from ..files.sparse import allocated_bytes
 from ..model.records import session_of
@@ -172,6 +173,11 @@ class Files:
             os.close(fd)
             raise _missing(extent)
         return Held(fd, file)
+
+    async def digest(self, extent: Extent) -> bytes:
+        """Return the digest of the bytes that are here. Raises OSError: ENOENT."""
+        with closing(self.hold(extent, damaged=True)) as held:
+            return await digest_at_rest(held.fd, held.file.length)
 
     def _file(self, extent: Extent) -> StoredFile:
         """Return the file of a sealed extent. Raises FileNotFoundError."""

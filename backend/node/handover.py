@@ -5,45 +5,53 @@ Other members in sync have everything, but a copy of theirs may have changed unn
 drops the member, it asks the staying ones for the digests of all extents in the group. A member that was
 filled a short while ago was checked then. If all staying ones have an extent wrong that the member has
 right, they are told, mend it, and are asked again. While it is unknown who is right, because a node does
-not answer, the member stays, unless a staying one has the same bytes.
+not answer, the member stays, unless a staying one that was asked before has the right bytes.
 """
 
-import itertools
 import logging
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import trio
 
 from ..model.records import GroupConfig
+from ..pauses import Pauses
 from ..transport import Extent
+from ..transport.device import Device
 from ..unwrap import for_each
 from .catalog import Catalog
-from .checks import Checks, Verdict
 
 log = logging.getLogger(__name__)
 
 _CHECKED_S = 3600.0
-_RETRY_S = 1.0
+_RETRY_FIRST_S, _RETRY_MAX_S = 1.0, 10.0
 _EXTENTS_AT_ONCE = 8
 
 
-class _Copy(NamedTuple):
-    verdict: Verdict
-    digest: bytes
+class _Question(NamedTuple):
+    """Whether a group may go from one configuration to the other; the extents that need not be looked at
+    again."""
+
+    config: GroupConfig
+    step: GroupConfig
+    kept: set[Extent]
 
 
 class Handover:
-    """The handover in the groups that this node leads. `doubt` makes it check a copy of its own."""
+    """The handover in the groups that this node leads. `device` returns the transport to another node,
+    `doubt` makes this one check a copy of its own."""
 
-    def __init__(self, catalog: Catalog, checks: Checks, doubt: Callable[[Extent], None]) -> None:
+    def __init__(
+        self, catalog: Catalog, device: Callable[[int], Device], doubt: Callable[[Extent], None]
+    ) -> None:
         self._catalog = catalog
-        self._checks = checks
+        self._files = catalog.files
+        self._device = device
         self._doubt = doubt
         self._filled: dict[int, dict[int, float]] = {}  # group -> node -> when
         self._sound: dict[int, int] = {}  # group -> the epoch for which that is known
-        self._asked: dict[int, tuple[GroupConfig, GroupConfig]] = {}
+        self._asked: dict[int, _Question] = {}  # by group
         self._told: set[int] = set()
         self._wake = trio.Event()
 
@@ -67,8 +75,10 @@ class Handover:
             return True
         if self._sound.get(group) == config.epoch:
             return True
-        self._asked[group] = config, step
-        self._wake.set()
+        asked = self._asked.get(group)
+        if asked is None or (asked.config, asked.step) != (config, step):
+            self._asked[group] = _Question(config, step, set())
+            self._wake.set()
         return False
 
     async def run(self, ready: Callable[[], None]) -> None:
@@ -76,25 +86,30 @@ class Handover:
         while True:
             await self._wake.wait()
             self._wake = trio.Event()
+            pauses = Pauses(_RETRY_FIRST_S, _RETRY_MAX_S)
             while self._asked:
-                for group, (config, step) in list(self._asked.items()):
-                    is_sound = await self._is_sound(group, config, step)
-                    if is_sound and self._asked.pop(group, None) is not None:
-                        self._sound[group] = config.epoch
+                for group, asked in list(self._asked.items()):
+                    is_sound = await self._is_sound(group, asked)
+                    if is_sound and self._asked.get(group) is asked:
+                        del self._asked[group]
+                        self._sound[group] = asked.config.epoch
                         ready()
                 if self._asked:
-                    await trio.sleep(_RETRY_S)
+                    await pauses.wait()
 
-    async def _is_sound(self, group: int, config: GroupConfig, step: GroupConfig) -> bool:
-        leaving = [node for node in config.in_sync if node not in step.in_sync]
+    async def _is_sound(self, group: int, asked: _Question) -> bool:
+        staying = asked.step.in_sync
+        leaving = [node for node in asked.config.in_sync if node not in staying]
         bad: list[Extent] = []
 
         async def look_at(extent: Extent) -> None:
-            if not await self._is_kept(extent, step.in_sync, leaving):
+            if await self._is_kept(extent, staying, leaving):
+                asked.kept.add(extent)
+            else:
                 bad.append(extent)
 
-        extents = [extent for extent, _ in self._catalog.extents_of(group)]
-        await for_each(extents, look_at, at_once=_EXTENTS_AT_ONCE)
+        extents = {extent for extent, _ in self._catalog.extents_of(group)}
+        await for_each(extents - asked.kept, look_at, at_once=_EXTENTS_AT_ONCE)
         if bad and group not in self._told:
             self._told.add(group)
             log.warning(
@@ -106,29 +121,38 @@ class Handover:
         return not bad
 
     async def _is_kept(
-        self, extent: Extent, staying: Iterable[int], leaving: Iterable[int]
+        self, extent: Extent, staying: Sequence[int], leaving: Sequence[int]
     ) -> bool:
-        """Return whether every copy of a leaving member that may be right is on a staying one, too."""
-        found: dict[int, _Copy] = {}
-        for node in itertools.chain(staying, leaving):
-            digest = await self._checks.digest_of(node, extent)
+        """Return whether a staying member has the extent as it was published, or no leaving one has."""
+        published = self._catalog.digest_of(extent)
+        if not published:
+            return True  # nobody can tell right bytes from wrong ones
+        for node in (*staying, *leaving):
+            digest = await self._digest_of(node, extent)
             if digest is None:
                 return False
-            verdict = await self._checks.verdict(extent, digest) if digest else Verdict.WRONG
-            if verdict is Verdict.RIGHT and node in staying:
+            if digest == published and node in staying:
                 return True
-            found[node] = _Copy(verdict, digest)
-        wrong = [node for node in staying if found[node].verdict is Verdict.WRONG]
-        kept = {found[node].digest for node in staying}
-        for node in leaving:
-            verdict, digest = found[node]
-            if verdict is Verdict.RIGHT:
-                for other in wrong:
-                    if other == self._catalog.files.node:
-                        self._doubt(extent)
-                    else:
-                        await self._checks.device(other).doubt(extent)
+            if digest == published:
+                await self._tell_wrong(staying, extent)
                 return False
-            if verdict is Verdict.UNKNOWN and digest not in kept:
-                return self._catalog.check_of(extent) is None
         return True
+
+    async def _digest_of(self, node: int, extent: Extent) -> bytes | None:
+        """Return the digest of a node's copy; b"": it has none, None: it does not say."""
+        try:
+            if node == self._files.node:
+                return await self._files.digest(extent)
+            return await self._device(node).digest(extent)
+        except FileNotFoundError:
+            return b""
+        except OSError as error:
+            log.info("extent %x.%x of node %x: %s", *extent, node, error)
+            return None
+
+    async def _tell_wrong(self, nodes: Sequence[int], extent: Extent) -> None:
+        for node in nodes:
+            if node == self._files.node:
+                self._doubt(extent)
+            else:
+                await self._device(node).doubt(extent)

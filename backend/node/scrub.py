@@ -29,7 +29,7 @@ from ..observe.logs import log_failure
 from ..pauses import Throttle
 from ..transport import Extent
 from .catalog import Catalog
-from .checks import Verdict
+from .checks import Verdict, verdict_on
 from .copier import Copier
 from .state import ClusterState
 
@@ -87,7 +87,6 @@ class Scrub:
         self._cluster = cluster
         self._files = catalog.files
         self._catalog = catalog
-        self.checks = copier.checks
         self._copier = copier
         self._throttle = Throttle(bytes_per_s)
         self._doubts_throttle = Throttle(_DOUBTS_HASTE * bytes_per_s)
@@ -210,7 +209,7 @@ class Scrub:
         self, extent: Extent, take: Callable[[int], Any], *, direct: bool
     ) -> Verdict | None:
         """Read an extent and mend it if it is wrong. Return None if it cannot be read or checked."""
-        if self._catalog.check_of(extent) is None:
+        if not self._catalog.digest_of(extent):
             return None
         try:
             held = self._files.hold(extent, damaged=True)
@@ -223,7 +222,7 @@ class Scrub:
             digest = await digest_at_rest(held.fd if fd < 0 else fd, size, take)
             self._checked_bytes += size
             self._round_bytes += size
-            verdict = await self.checks.verdict(extent, digest)
+            verdict = verdict_on(digest, self._catalog.digest_of(extent))
         except OSError as error:
             log.error("extent %x.%x cannot be read: %s", *extent, error)
             verdict = Verdict.WRONG
@@ -233,9 +232,6 @@ class Scrub:
                 os.close(fd)
         if verdict is Verdict.WRONG:
             await self._found_wrong(extent)
-        elif verdict is Verdict.HOPELESS:
-            self._wrong.keep(extent)
-            self._save()
         elif verdict is Verdict.RIGHT:
             self._wrong.pop(extent, None)
         return verdict
@@ -243,7 +239,6 @@ class Scrub:
     async def _found_wrong(self, extent: Extent) -> None:
         if extent not in self._files or not self._catalog.is_named(extent.content):
             return
-        self.checks.forget(extent)
         self._wrong.find(extent)
         await self._mend(extent)
         if extent in self._wrong:

@@ -165,7 +165,7 @@ class NodeService(Service[Incoming]):
         self._scrub.doubt(extent)
 
     async def digest(self, extent: Extent) -> bytes:
-        return await self._scrub.checks.tell(extent)
+        return await self._files.digest(extent)
 
     async def segments(self, extent: Extent) -> list[tuple[int, int]]:
         with closing(self.hold(extent)) as held:

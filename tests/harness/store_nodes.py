@@ -29,7 +29,6 @@ from irdmafs.backend.model.records import GroupConfig
 from irdmafs.backend.namespace import Inode
 from irdmafs.backend.node.agent import Agent
 from irdmafs.backend.node.catalog import Catalog
-from irdmafs.backend.node.checks import Checks
 from irdmafs.backend.node.copier import Copier
 from irdmafs.backend.node.files import Files
 from irdmafs.backend.node.handover import Handover
@@ -108,8 +107,7 @@ class Node:
         def device(there: int) -> Any:
             return Link(cluster, self.id, there)
 
-        checks = Checks(self.catalog, self.members, self.groups, device)
-        copier = Copier(self.catalog, checks, 0)
+        copier = Copier(self.catalog, self.members, device, 0)
         self.resync = Resync(here, self.catalog, copier)
 
         async def ping(there: int) -> None:
@@ -117,7 +115,7 @@ class Node:
                 raise Unreachable(there, "the link is cut")
 
         scrub = Scrub(here, self.catalog, copier, bytes_per_s=0, period_s=0)
-        handover = Handover(self.catalog, checks, scrub.doubt)
+        handover = Handover(self.catalog, device, scrub.doubt)
         after_s = cluster.rereplicate_after_s
         self.agent = Agent(here, self.catalog, ping, handover, rereplicate_after_s=after_s)
         self.service = NodeService(here, self.catalog, self.agent, self.resync, scrub)

@@ -14,14 +14,13 @@ from test_store_node import files
 
 from irdmafs.backend.cluster.group_configs import Groups
 from irdmafs.backend.cluster.membership import Members
-from irdmafs.backend.files.digest import digest_of_bytes, fold
+from irdmafs.backend.files.digest import digest_of_bytes
 from irdmafs.backend.kv import KeyValue
 from irdmafs.backend.model import records
 from irdmafs.backend.model.groups import without
 from irdmafs.backend.model.placement import group_of
 from irdmafs.backend.namespace import Inode
 from irdmafs.backend.node.catalog import Catalog
-from irdmafs.backend.node.checks import Checks, Verdict
 from irdmafs.backend.node.files import Files, Incoming
 from irdmafs.backend.node.handover import Handover
 from irdmafs.backend.transport import Extent
@@ -29,7 +28,6 @@ from irdmafs.backend.transport import Extent
 __all__ = ["files"]
 
 CONTENT = 1000 << 24 | 1
-SIZE = 4 << 20
 BUCKETS = 16
 OTHER = 7
 LAYOUT = records.Layout(replicas=2, stripe_bytes=1)
@@ -79,8 +77,6 @@ class Place:
         for node in (files.node, OTHER):
             address = records.NodeAddress("127.0.0.1", 1, 2, ["tcp"], "", "", 1 << 30, 1 << 30, "0")
             self.members.nodes[node] = address
-        other: Any = self.other
-        self.checks = Checks(self.catalog, self.members, self.groups, lambda node: other)
         self.config = records.GroupConfig(1, (files.node, OTHER))
         configs = [
             KeyValue(records.group_key(2 << 16 | bucket), records.encode(self.config), 1)
@@ -89,7 +85,7 @@ class Place:
         self.groups.load(configs, 1)
         inode = Inode(2, 0o100644, 0, 0, 0)
         inode.extent, inode.size = records.ContentId(CONTENT), stripes
-        inode.layout, inode.version, inode.digests = LAYOUT, 1, fold(self.digests)
+        inode.layout, inode.version, inode.digests = LAYOUT, 1, b"".join(self.digests)
         self.catalog.load([KeyValue(records.key_of(b"i", 2), inode.encode(), 1)], 1)
         for stripe, data in enumerate(self.right):
             self.other.digests[Extent(CONTENT, stripe)] = self.digests[stripe]
@@ -97,7 +93,8 @@ class Place:
                 files.seal(incoming, Extent(CONTENT, stripe))
 
     def handover(self) -> Handover:
-        return Handover(self.catalog, self.checks, lambda extent: None)
+        other: Any = self.other
+        return Handover(self.catalog, lambda node: other, lambda extent: None)
 
     def may_leave(self, handover: Handover) -> bool:
         """Whether this node may leave the group of stripe 0 to OTHER."""
@@ -114,24 +111,6 @@ async def test_a_node_that_leaves_waits_on_a_host_that_has_just_started_too(
     monkeypatch.setattr("irdmafs.backend.node.handover.time", clock)
     place = Place(files, 1)
     assert not place.may_leave(place.handover())
-
-
-async def test_a_digest_taken_while_its_extent_is_mended_is_not_remembered(files: Files) -> None:
-    """Whoever asks a moment later would be told for a minute that the mended copy is wrong."""
-    place = Place(files, 1)
-    extent = Extent(CONTENT + 1, 0)
-    wrong, right = b"w" * SIZE, b"r" * SIZE
-
-    with received(files, wrong) as incoming:
-        files.seal(incoming, extent)
-    with received(files, right) as mended:
-        async with trio.open_nursery() as nursery:
-            nursery.start_soon(place.checks.tell, extent)
-            # It reads the old file then, and goes on only when this task waits.
-            await trio.testing.wait_all_tasks_blocked()
-            files.replace(mended, extent)
-            place.checks.forget(extent)
-    assert await place.checks.tell(extent) == digest_of_bytes(right)
 
 
 async def test_a_node_that_leaves_waits_for_each_extent_in_any_order(files: Files) -> None:
@@ -163,31 +142,17 @@ async def test_a_node_that_leaves_waits_for_each_extent_in_any_order(files: File
     assert place.may_leave(handover)
 
 
-async def test_a_node_that_leaves_waits_until_it_can_be_told_who_is_right(files: Files) -> None:
-    """Two stripes share a digest, and nobody who has the second one right can be asked for a while."""
-    place = Place(files, 128)
-    first, second = Extent(CONTENT, 0), Extent(CONTENT, 1)
-    place.other.digests[first] = WRONG
-    answer = place.other.digests.pop(second)
-    with received(files, b"wrong") as incoming:
-        files.replace(incoming, second)
-
-    assert await place.checks.verdict(first, WRONG) is Verdict.UNKNOWN
-    doubted = trio.Event()
-
-    def mend(extent: Extent) -> None:
-        place.other.digests[first] = place.digests[0]
-        doubted.set()
-
-    place.other.doubted = mend
+async def test_a_node_that_leaves_waits_until_the_other_says_what_it_has(files: Files) -> None:
+    place = Place(files, 1)
+    extent = Extent(CONTENT, 0)
+    answer = place.other.digests.pop(extent)
     ready = trio.Event()
     handover = place.handover()
     assert not place.may_leave(handover)
     async with trio.open_nursery() as nursery:
         nursery.start_soon(handover.run, ready.set)
         await trio.testing.wait_all_tasks_blocked(0.05)
-        assert not ready.is_set() and not doubted.is_set()
-        place.other.digests[second] = answer
+        assert place.other.asked == [extent] and not ready.is_set()
+        place.other.digests[extent] = answer
         await ready.wait()
-        assert doubted.is_set()
         nursery.cancel_scope.cancel()

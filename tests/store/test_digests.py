@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from xxhash import xxh3_64
 
 from irdmafs.backend.files import digest
-from irdmafs.backend.files.digest import Digests, Stripe, digest_of_bytes, fold
+from irdmafs.backend.files.digest import Stripe, digest_of_bytes
 from irdmafs.backend.model.records import Layout
 from irdmafs.backend.namespace.inode import Inode
 
@@ -89,25 +89,6 @@ def test_the_pieces_in_which_a_stripe_comes_and_their_order_do_not_matter(
         stripe.landed(start, end - start, memoryview(data)[start:end] if is_at_hand else None)
     assert trio.run(stripe.finish) == as_defined(data)
     os.close(fd)
-
-
-@given(st.lists(st.binary(min_size=8, max_size=8), min_size=1, max_size=300), st.data())
-def test_every_stripe_belongs_to_one_part_and_a_wrong_one_is_found_in_it(
-    stripes: list[bytes], choose: st.DataObject
-) -> None:
-    record = fold(stripes)
-    assert len(record) <= 8 * digest.PARTS_MAX
-    digests = Digests(record, len(stripes))
-    assert digests.are_there and not Digests(b"", len(stripes)).are_there
-    assert len(stripes) > 64 or digests.parts == len(stripes)
-    covered = [stripe for part in range(digests.parts) for stripe in digests.stripes_of(part)]
-    assert covered == list(range(len(stripes)))
-    wrong = choose.draw(st.integers(0, len(stripes) - 1))
-    sent = [*stripes[:wrong], bytes(byte ^ 1 for byte in stripes[wrong]), *stripes[wrong + 1 :]]
-    for part in range(digests.parts):
-        of_part = digests.stripes_of(part)
-        assert digests.match(part, [stripes[stripe] for stripe in of_part])
-        assert digests.match(part, [sent[stripe] for stripe in of_part]) == (wrong not in of_part)
 
 
 def test_a_record_from_before_there_were_digests_is_read_and_written_as_it_was() -> None:

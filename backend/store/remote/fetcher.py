@@ -15,7 +15,6 @@ import errno
 import logging
 import os
 import time
-from collections import defaultdict
 from collections.abc import (
     Awaitable,
     Callable,
@@ -24,7 +23,6 @@ from collections.abc import (
     Coroutine,
     Iterable,
     Iterator,
-    Sequence,
 )
 from functools import partial
 from operator import itemgetter
@@ -32,7 +30,7 @@ from typing import Any
 
 import trio
 
-from ...files.digest import Digests, Stripe, digest_of_bytes
+from ...files.digest import Stripe, by_stripe, digest_of_bytes
 from ...files.sparse import allocated_bytes, is_sparse
 from ...model.placement import group_of
 from ...model.records import NO_CONTENT, ContentId, GroupConfig
@@ -273,20 +271,15 @@ class Fetcher:
             with trio.move_on_after(_LOOK_AGAIN_S):
                 await self._cluster.members.changed()
 
-    def _report_wrong(
-        self, inode: Inode, copies: Sequence[tuple[int, int]], where: str = ""
-    ) -> None:
-        """Tell the nodes that their copies are wrong, so that they check them. `copies` are nodes and
-        stripes."""
+    def _report_wrong(self, inode: Inode, node: int, stripe: int, where: str = "") -> None:
+        """Tell a node that its copy is wrong, so that it checks it."""
         self.figures.wrong_fetches += 1
-        nodes = {node for node, _ in copies}
-        for node, stripe in copies:
-            doubt = self._cluster.peers.device(node).doubt
-            self._cluster.nursery.start_soon(doubt, Extent(inode.extent, stripe))
+        doubt = self._cluster.peers.device(node).doubt
+        self._cluster.nursery.start_soon(doubt, Extent(inode.extent, stripe))
         log.warning(
-            "%s: store node %s sent other bytes%s than were published as version %d: they are dropped",
+            "%s: store node %x sent other bytes%s than were published as version %d: they are dropped",
             self._cluster.tree.describe(inode.ino),
-            " or ".join(f"{node:x}" for node in sorted(nodes)),
+            node,
             where,
             inode.version,
         )
@@ -298,53 +291,41 @@ class Fetcher:
     ) -> Coroutine[Any, Any, None]:
         """Read all stripes concurrently; holes stay holes. Raises Gone, Wrong, OSError."""
         stripes = inode.layout.stripes(inode.size)
-        digests = Digests(inode.digests, stripes)
+        digests = by_stripe(inode.digests, stripes) if self._cluster.verify else []
 
         async def read_one(stripe: int) -> None:
             there = into.part(*inode.layout.span(inode.size, stripe))
             whole = partial(self._read_from, Extent(inode.extent, stripe), 0, there, has_holes)
             await self._from_any(inode, stripe, (), whole)
 
-        parts, read = stripes, read_one
-        if self._cluster.verify and digests.are_there:
-            parts, read = (
-                digests.parts,
-                partial(self._read_checked, inode, digests, into, has_holes),
-            )
-        return read(0) if parts == 1 else self._read_several(parts, read)
+        async def read_checked(stripe: int) -> None:
+            await self._read_checked(inode, stripe, digests[stripe], into, has_holes)
+
+        read = read_checked if digests else read_one
+        return read(0) if stripes == 1 else self._read_several(stripes, read)
 
     async def _read_several(
-        self, parts: int, read: Callable[[int], Coroutine[Any, Any, None]]
+        self, stripes: int, read: Callable[[int], Coroutine[Any, Any, None]]
     ) -> None:
         with first_alone(Gone, OSError):
-            await for_each_stripe(parts, read)
+            await for_each_stripe(stripes, read)
 
     async def _read_checked(
-        self, inode: Inode, digests: Digests, into: FileRange, has_holes: bool, part: int
+        self, inode: Inode, stripe: int, digest: bytes, into: FileRange, has_holes: bool
     ) -> None:
-        """Read the stripes of a part until they match its digest. Raises Wrong.
-
-        If a part has several stripes, it is unknown which one is wrong: all are read from other members."""
-        stripes = digests.stripes_of(part)
-        wrong: defaultdict[int, set[int]] = defaultdict(set)  # by stripe
+        """Read a stripe until it has this digest. Raises Wrong."""
+        offset, length = inode.layout.span(inode.size, stripe)
+        there, extent = into.part(offset, length), Extent(inode.extent, stripe)
+        wrong: set[int] = set()
         while True:
-            copies, found, size = [], [], 0
-            for stripe in stripes:
-                there = into.part(*inode.layout.span(inode.size, stripe))
-                hashed = Stripe(there.fd, there.offset, there.length)
-                extent = Extent(inode.extent, stripe)
-                read = partial(self._read_from, extent, 0, there, has_holes, landed=hashed.landed)
-                copies.append((await self._from_any(inode, stripe, wrong[stripe], read), stripe))
-                found.append(await hashed.finish())
-                size += there.length
-            if digests.match(part, found):
-                self.figures.checked_bytes += size
+            hashed = Stripe(there.fd, there.offset, length)
+            read = partial(self._read_from, extent, 0, there, has_holes, landed=hashed.landed)
+            node = await self._from_any(inode, stripe, wrong, read)
+            if await hashed.finish() == digest:
+                self.figures.checked_bytes += length
                 return
-            first, _ = inode.layout.span(inode.size, stripes[0])
-            offset, length = inode.layout.span(inode.size, stripes[-1])
-            self._report_wrong(inode, copies, f" at {first} to {offset + length}")
-            for node, stripe in copies:
-                wrong[stripe].add(node)
+            self._report_wrong(inode, node, stripe, f" at {offset} to {offset + length}")
+            wrong.add(node)
 
     def _read_from(
         self,
@@ -429,13 +410,12 @@ class Fetcher:
                 self._store_small(inode.extent, data)
             else:
                 batch.wrong.add(extent)
-                self._report_wrong(inode, [(node, 0)])
+                self._report_wrong(inode, node, 0)
 
     def _is_right(self, inode: Inode, data: bytes) -> bool:
-        digests = Digests(inode.digests, 1)
-        if not (self._cluster.verify and digests.are_there):
+        if not (self._cluster.verify and by_stripe(inode.digests, 1)):
             return True
-        if not digests.match(0, [digest_of_bytes(data)]):
+        if digest_of_bytes(data) != inode.digests:
             return False
         self.figures.checked_bytes += len(data)
         return True

@@ -9,12 +9,12 @@ from typing import Any, Final
 
 from ....inline import detach
 from ...cluster.membership import Members
-from ...files.digest import BLOCK_BYTES, PARTS_MAX
+from ...files.digest import BLOCK_BYTES
 from ...files.sparse import allocated_bytes
 from ...kv import Put
 from ...model.placement import group_of, local_seed, pool_of, seed_of
 from ...model.policy import parse_policy, policy_id
-from ...model.records import GroupConfig, Layout, policy_key
+from ...model.records import STRIPES_MAX, GroupConfig, Layout, policy_key
 from ...namespace import ROOT_INO, Inode, attributes
 from ...observe.logs import log_failure
 from .cluster import Cluster
@@ -71,7 +71,7 @@ class Layouts:
         it is cut, so that later changes need not send all of it. Where it is the placement that counts,
         files stay whole."""
         layout = self.of(inode)
-        stripe_bytes = max(_CUT_BYTES_MIN, -(-size // PARTS_MAX // BLOCK_BYTES) * BLOCK_BYTES)
+        stripe_bytes = max(_CUT_BYTES_MIN, -(-size // STRIPES_MAX // BLOCK_BYTES) * BLOCK_BYTES)
         if layout.stripes(size) > 1 or size <= stripe_bytes:
             return layout
         parent = next(iter(self._namespace.parents_of(inode.ino)), ROOT_INO)

@@ -14,7 +14,7 @@ from typing import NamedTuple
 
 import trio
 
-from ...files.digest import Digests, Stripe, fold
+from ...files.digest import Stripe, by_stripe
 from ...kv import Compare
 from ...model.groups import has_still
 from ...model.placement import group_of
@@ -138,7 +138,7 @@ class Transfer:
                     for stripe in range(stripes)
                 }
                 await for_each_stripe(stripes, self._bring)
-                self.digests = fold([await each.finish() for each in self._passing.values()])
+                self.digests = b"".join([await each.finish() for each in self._passing.values()])
             elif meanwhile and self._size > self._cluster.small_bytes:
                 async with trio.open_nursery() as nursery:
                     nursery.start_soon(self._hash)
@@ -160,10 +160,14 @@ class Transfer:
 
     def _stripes_of_base(self, base: Inode) -> set[int]:
         """Return the stripes that have the same bytes in the base, which has the same layout."""
-        stripes, before = self.stripes, self._layout.stripes(base.size)
-        same = Digests(self.digests, stripes).same_as(Digests(base.digests, before))
-        span = self._layout.span
-        return {each for each in same if span(self._size, each) == span(base.size, each)}
+        layout = self._layout
+        ours = by_stripe(self.digests, self.stripes)
+        theirs = by_stripe(base.digests, layout.stripes(base.size))
+        return {
+            stripe
+            for stripe, (mine, other) in enumerate(zip(ours, theirs, strict=False))
+            if mine == other and layout.span(self._size, stripe) == layout.span(base.size, stripe)
+        }
 
     @property
     def sent_bytes(self) -> int:
@@ -431,8 +435,5 @@ async def put_together(cluster: Cluster, transfers: Iterable[Transfer]) -> None:
 
 async def digests_of(fd: int, size: int, layout: Layout) -> bytes:
     """Return the digests for a version's record, of a file that holds the version's bytes."""
-    found = []
-    for stripe in range(layout.stripes(size)):
-        part = Stripe(fd, *layout.span(size, stripe))
-        found.append(await part.finish())
-    return fold(found)
+    stripes = (Stripe(fd, *layout.span(size, each)) for each in range(layout.stripes(size)))
+    return b"".join([await stripe.finish() for stripe in stripes])
