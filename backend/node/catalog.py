@@ -14,8 +14,8 @@ and is removed otherwise. It is freed if the change that took its name was seen 
 only found without a name, at the start or after a gap in the watch, it is put into quarantine
 (directory.py), and taken back if it is named again.
 
-A mark (Files.mark_named) tells an extent that was published, and superseded while the node was down, from a
-pending one. If the node died before it could set the mark, the extent stays as long as its session.
+A node that starts makes its former acknowledgements void (resync.py), so none of its extents is pending:
+those without a name go into quarantine, where a publish that was faster finds them.
 """
 
 import errno
@@ -302,10 +302,9 @@ class Catalog:
     # -- what is here ----------------------------------------------------------------------------
 
     def begin(self) -> None:
-        """Look over the extents that the last process left here, and free those that need not stay. The
-        replica and the groups must be loaded."""
+        """Look over what the last process left here. The replica and the groups must be loaded."""
         self._begun = True
-        self._look_over()
+        self._look_over(may_be_pending=False)
 
     def sealed(self, extent: Extent) -> None:
         """Note that an extent has just been sealed. Call it in the event loop."""
@@ -369,7 +368,7 @@ class Catalog:
             if session <= self._revision and session not in self._members.sessions:
                 self.files.incoming.remove(name)
 
-    def _look_over(self) -> None:
+    def _look_over(self, *, may_be_pending: bool = True) -> None:
         """Decide about every extent that is here."""
         self._unnamed.clear()
         self._found_unnamed.clear()
@@ -379,13 +378,13 @@ class Catalog:
             if extent.content not in self._named:
                 self._found_unnamed.add(extent.content)
                 self._unnamed.setdefault(extent.content, set()).add(extent.stripe)
-                if self.files.was_named(extent):
-                    self._remember_gone(extent.content)
+                if extent.content in self._pins and not may_be_pending:
+                    self._remember_gone(extent.content)  # it was published, and is superseded
             else:
                 self._settle(extent)
         before = len(self.files.quarantine)
         for content in list(self._unnamed):
-            self._reconsider(content)
+            self._reconsider(content, may_be_pending=may_be_pending)
         if (count := len(self.files.quarantine) - before) > 0:
             log.warning(
                 "%d extents here have no name in etcd: they are kept in %s/quarantine for %g h, or until "
@@ -421,15 +420,14 @@ class Catalog:
             )
             self.files.set_aside(extent)
             return
-        self.files.mark_named(extent)
         group = named.group(extent.stripe)
         if not self.is_member(group):
             self._leave(group, seen=False)
 
-    def _reconsider(self, content: int) -> None:
+    def _reconsider(self, content: int, *, may_be_pending: bool = True) -> None:
         if not self._begun or content not in self._unnamed or content in self._pins:
             return
-        if not self.may_store(content):
+        if not (may_be_pending and self.may_store(content)):
             let_go = self._free
             if content in self._found_unnamed:
                 self._found_unnamed.remove(content)

@@ -4,8 +4,8 @@ STORE/node.json             the node's identity, for ever (identity.py)
 STORE/scrub.json            the progress of the scrub (scrub.py)
 STORE/lock                  one process at a time
 STORE/full                  its time is when the store was last found full (files/extents.py)
-STORE/extents/CONTENT.STRIPE    sealed extents, numbers in hexadecimal; mode 0400 once an inode named it,
-                            with the sticky bit if the node made the file itself (files.py)
+STORE/extents/CONTENT.STRIPE    sealed extents, numbers in hexadecimal; with the sticky bit if the node made
+                            the file itself (files.py)
 STORE/incoming/_N           being received, on its way out, or spare (incoming.py)
 STORE/incoming/CONTENT      a working copy of a mount on this host, to be adopted
 STORE/held/ID/CONTENT       another name of a file that the mount ID on this host needs; it locks ID as long

@@ -8,7 +8,6 @@ import errno
 import itertools
 import logging
 import os
-import stat
 from collections.abc import Iterator
 from contextlib import closing, suppress
 from dataclasses import dataclass
@@ -132,11 +131,7 @@ class Files:
             if extent is None or not entry.is_file(follow_symlinks=False):
                 log.warning("%s is not an extent and is passed over", entry.path)
                 continue
-            status = entry.stat(follow_symlinks=False)
-            self._find(extent, status)
-            # A mark on a file of several names may be another extent's.
-            if not status.st_mode & stat.S_IWUSR and status.st_nlink == 1:
-                self._files[extent].is_named = True
+            self._find(extent, entry.stat(follow_symlinks=False))
 
     def figures(self) -> FileFigures:
         space = self.space()
@@ -259,8 +254,6 @@ class Files:
             raise
         self.used_bytes -= before.taken
         self._count_in(extent, incoming.file, status)
-        if before.is_named:
-            self.mark_named(extent)
 
     def _other_name(self, extent: Extent) -> str:
         """Give the file of an extent another name, in incoming/. Raises FileNotFoundError."""
@@ -301,23 +294,6 @@ class Files:
         if file is None or file.is_own or file.length < SPARE_BYTES_MIN:
             return False
         return file.taken == file.length
-
-    def mark_named(self, extent: Extent) -> None:
-        """Remember, across restarts, that an inode named this extent: if none does any more, it is
-        superseded, while one without the mark may still be published. Costs 2 us, once."""
-        file = self._files.get(extent)
-        if file is not None and not file.is_named:
-            file.is_named = True
-            try:
-                own = OWN_FILE if file.is_own else 0
-                os.chmod(extent_name(extent), 0o400 | own, dir_fd=self.place.extents)
-            except FileNotFoundError:
-                log.error("extent %s vanished from the store", extent_name(extent))
-                self.free(extent)
-
-    def was_named(self, extent: Extent) -> bool:
-        file = self._files.get(extent)
-        return file is not None and file.is_named
 
     def settle(self) -> None:
         """Make sealed names survive a power loss, if the store is on a disk. For a worker thread."""

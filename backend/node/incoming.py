@@ -56,7 +56,7 @@ class StoredFile:
 
     `is_own`: no other process ever had it open for writing, so it cannot be truncated. `is_reusable`: it
     may become another extent's file when nobody uses it any more; once false, for ever. `taken` is how many
-    bytes are allocated, `is_named` whether an inode named its extent, `since` when it became a spare file.
+    bytes are allocated, `since` when it became a spare file.
     """
 
     name: str
@@ -64,7 +64,6 @@ class StoredFile:
     _: KW_ONLY
     is_own: bool
     is_reusable: bool = False
-    is_named: bool = False
     since: float = 0.0
     taken: int = field(init=False)
 
@@ -238,7 +237,6 @@ class IncomingFiles:
                     self._give_up(file)
                 continue
             self._remove_spare(file)
-            file.is_named = False
             self.reused += 1
             self._reserved[file.name] = file.length
             return Incoming(self, fd, file)
@@ -251,7 +249,6 @@ class IncomingFiles:
         # A file that is mapped through several descriptors is refused, as each would need a lease.
         if status.st_nlink > 1 or (mapped and not _is_ours_alone(mapped)):
             raise OSError(errno.EBUSY, "somebody else has it", file.name)
-        os.chmod(file.name, 0o600 | OWN_FILE, dir_fd=self._fd)
         fd = os.open(file.name, os.O_RDWR | os.O_CLOEXEC, dir_fd=self._fd)
         try:
             if not mapped and not _is_ours_alone([fd]):

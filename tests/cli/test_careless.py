@@ -7,7 +7,6 @@ import pty
 import re
 import shutil
 import signal
-import stat
 import subprocess
 from collections.abc import Iterator
 from pathlib import Path
@@ -276,11 +275,6 @@ def test_a_cluster_goes_on_without_what_only_a_lost_node_had(
         assert "there is no store node" in one_line(remove())
 
 
-def knows_its_extents_named(store: Path) -> bool:
-    """Whether a store node has seen inodes that name all its extents: it takes the right to write."""
-    return not any(path.stat().st_mode & stat.S_IWUSR for path in (store / "extents").iterdir())
-
-
 def keeps(store: Path, content: bytes) -> bool:
     """Whether a store node's directory has an extent with this content."""
     for extent in (store / "extents").iterdir():
@@ -296,8 +290,6 @@ def test_a_node_that_was_given_up_and_comes_back_has_nothing_to_say(
     config = mounted.config
     store = Path(config).parent / "store"
     (mounted.path / "lost").write_bytes(b"0123456789")
-    # What no inode has named yet, as far as the node knows, it would keep as long as the mount lives.
-    eventually(lambda: knows_its_extents_named(store), "the node sees the file published")
     node = kill_node(mounted)
     serve = ("serve", store, "--cluster", config)
     with serving(tmp_path / "store", config):

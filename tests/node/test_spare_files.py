@@ -55,7 +55,6 @@ def test_versions_of_one_size_take_turns_in_two_files(files: Files) -> None:
     inos = []
     for version in range(10):
         inos.append(keep(files, version, byte=b"%d" % version))
-        files.mark_named(Extent(version, 0))
         if version:
             files.free(Extent(version - 1, 0))
         held = files.hold(Extent(version, 0))
@@ -235,7 +234,6 @@ async def test_extent_of_an_application_is_copied_once_into_a_file_that_is_used_
     adopted.write_bytes(b"x" * LENGTH)
     with closing(files.incoming.take_over(f"{CONTENT:x}", CONTENT)) as incoming:
         files.seal(incoming, extent)
-    files.mark_named(extent)
     path = memory / f"store/extents/{CONTENT:x}.0"
     reader = os.open(path, os.O_RDONLY)
 
@@ -244,7 +242,6 @@ async def test_extent_of_an_application_is_copied_once_into_a_file_that_is_used_
             nursery.start_soon(files.make_own, extent)
     assert path.stat().st_ino == spare != os.fstat(reader).st_ino
     assert path.read_bytes() == os.read(reader, LENGTH) == b"x" * LENGTH
-    assert files.was_named(extent)
     assert files.figures().reused_files == 1
     assert is_own(files, extent)
     os.close(reader)
@@ -302,11 +299,9 @@ def test_no_file_of_an_earlier_process_is_used_again(memory: Path) -> None:
     with Files(f"{memory}/store") as files:
         keep(files, 1)
         keep(files, 2)
-        files.mark_named(Extent(2, 0))
         files.free(Extent(1, 0))
     with Files(f"{memory}/store") as files:
         assert not list((memory / "store/incoming").iterdir())
-        assert files.was_named(Extent(2, 0))
         assert is_own(files, Extent(2, 0)), "the node made it, whichever process did"
         assert not is_used_again(files, 2)
 
