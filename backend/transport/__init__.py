@@ -14,7 +14,8 @@ from typing import Annotated, NamedTuple, TypeAlias
 import msgspec
 from msgspec import Meta
 
-CHAIN_MAX = 8
+# More than a group has members, also when it moves to other nodes, and again before it is there.
+CHAIN_MAX = 63
 # The number of a node, a group, a content or a session.
 Number: TypeAlias = Annotated[int, Meta(ge=0, le=(1 << 63) - 1)]
 # Called from any thread when a range (start, length) of the file has been received, with the bytes if

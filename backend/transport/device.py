@@ -17,7 +17,6 @@ from ..files.sparse import empty, is_sparse
 from ..model.records import SIZE_MAX
 from ..observe.logs import log_failure
 from . import (
-    CHAIN_MAX,
     Extent,
     FileRange,
     Landed,
@@ -154,7 +153,6 @@ class Device:
     async def adopt(self, extent: Extent, target: Target, name: str) -> None:
         """Make the file `incoming/NAME` of the node's store directory this extent, without a copy, and
         send it down the chain. On the node's host only."""
-        _check_chain(target)
         await self.link.ask(messages.Adopt(extent, target, name), messages.Done)
 
     async def share(self, extent: Extent, target: Target, source: Extent, length: int) -> None:
@@ -203,7 +201,6 @@ class Device:
         unless they are small. No bytes are in a Python object; `passed` is called, from any thread, with
         those that are in memory of this process. The caller keeps the descriptor. With `growth`, the file
         is still being received, and has no holes."""
-        _check_chain(target)
         has_holes = False
         if growth is None:
             status = os.fstat(source.fd)
@@ -286,8 +283,3 @@ def _lengthen(into: FileRange) -> None:
     """Extend the file to the end of the range."""
     if os.fstat(into.fd).st_size < into.offset + into.length:
         os.ftruncate(into.fd, into.offset + into.length)
-
-
-def _check_chain(target: Target) -> None:
-    if len(target.chain) > CHAIN_MAX:
-        raise OSError(errno.EINVAL, f"a chain has at most {CHAIN_MAX + 1} nodes")

@@ -62,6 +62,13 @@ async def test_a_written_extent_is_on_every_node_of_the_chain_and_can_be_read(
         await write_and_read(cluster, length)
 
 
+async def test_a_group_may_have_more_members_than_replicas_while_it_moves(memory: Path) -> None:
+    data = random_bytes(MiB)
+    async with in_cluster(memory, 12) as cluster:
+        await cluster.write(Extent(1, 0), data, *range(2, 13))
+        assert cluster.have(Extent(1, 0), data) == [*range(1, 13)]
+
+
 async def test_a_part_of_an_extent_is_read_into_a_part_of_a_file(memory: Path) -> None:
     async with in_cluster(memory, 1) as cluster:
         await read_a_part(cluster)
