@@ -15,18 +15,9 @@ import errno
 import logging
 import os
 import time
-from collections.abc import (
-    Awaitable,
-    Callable,
-    Collection,
-    Container,
-    Coroutine,
-    Iterable,
-    Iterator,
-)
+from collections.abc import Awaitable, Callable, Collection, Container, Iterable, Iterator
 from functools import partial
 from operator import itemgetter
-from typing import Any
 
 import trio
 
@@ -286,9 +277,7 @@ class Fetcher:
 
     # -- large -----------------------------------------------------------------------------------
 
-    def _read_all(
-        self, inode: Inode, into: FileRange, has_holes: bool
-    ) -> Coroutine[Any, Any, None]:
+    async def _read_all(self, inode: Inode, into: FileRange, has_holes: bool) -> None:
         """Read all stripes concurrently; holes stay holes. Raises Gone, Wrong, OSError."""
         stripes = inode.layout.stripes(inode.size)
         digests = by_stripe(inode.digests, stripes) if self._cluster.verify else []
@@ -301,14 +290,8 @@ class Fetcher:
         async def read_checked(stripe: int) -> None:
             await self._read_checked(inode, stripe, digests[stripe], into, has_holes)
 
-        read = read_checked if digests else read_one
-        return read(0) if stripes == 1 else self._read_several(stripes, read)
-
-    async def _read_several(
-        self, stripes: int, read: Callable[[int], Coroutine[Any, Any, None]]
-    ) -> None:
         with first_alone(Gone, OSError):
-            await for_each_stripe(stripes, read)
+            await for_each_stripe(stripes, read_checked if digests else read_one)
 
     async def _read_checked(
         self, inode: Inode, stripe: int, digest: bytes, into: FileRange, has_holes: bool
