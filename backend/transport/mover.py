@@ -60,7 +60,9 @@ class Serving(Protocol):
         """Return the part for a control connection to our address `local`; `nursery` ends with it."""
 
     def give_up(self, content: int) -> None:
-        """Drop extents of this content that are being received: it will not be published."""
+        """Drop extents of this content that are being received: it will not be published. By default its
+        sender ends them, by closing a connection."""
+        return
 
     def end_rights(self, is_over: Callable[[Peer], bool]) -> None:
         """Revoke the rights to memory of peers whose sessions ended. By default there are none: the rights

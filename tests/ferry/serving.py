@@ -28,9 +28,6 @@ class FerryServing(Serving):
     def connected(self, peer: Peer, local: str, nursery: trio.Nursery) -> Connection:
         return _Ferryman(self._host, self._pier)
 
-    def give_up(self, content: int) -> None:
-        """Nothing is on its way for long."""
-
 
 class _Ferryman(Connection):
     def __init__(self, host: Host, pier: Path) -> None:

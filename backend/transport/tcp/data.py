@@ -351,12 +351,6 @@ class Data:
         self._host.nursery.start_soon(receiving.store)
         return receiving
 
-    def give_up(self, content: int) -> None:
-        """End the transfers of this content, which will not be published."""
-        for extent, receiving in self._current.items():
-            if extent.content == content:
-                receiving.fail(OSError(errno.ECANCELED, "the content was given up"))
-
     async def _leave(self, receiving: Receiving, channel: Channel) -> None:
         """End a stream, and with the last one the transfer."""
         if receiving.remove(channel):

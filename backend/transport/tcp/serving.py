@@ -80,9 +80,6 @@ class TcpServing(Serving):
         self.guests[guest.number] = guest
         return guest
 
-    def give_up(self, content: int) -> None:
-        self._data.give_up(content)
-
     def admit(self, channel: Channel, preamble: bytes) -> Guest:
         """Return the peer whose preamble this is, and set the key of the channel. Raises BadMessage."""
         peer, number = PREAMBLE.unpack(preamble[:-CODE_BYTES])
