@@ -3,9 +3,7 @@ the room that there is."""
 
 import logging
 import os
-import time
-from collections import deque
-from typing import Any, Final
+from typing import Any
 
 from ....inline import detach
 from ...cluster.membership import Members
@@ -27,8 +25,6 @@ _TOLD_GROUPS_MAX = 16
 # A file that is changed in place is cut into stripes with a digest of their own, of this size at least.
 _CUT_BYTES_MIN = 16 << 20
 _BLOCK_BYTES = 4096
-# A node that has less room than it last told says so within this time, if the difference is worth it.
-_TOLD_WITHIN_S: Final = 10.0
 
 
 class Layouts:
@@ -148,19 +144,14 @@ class Space:
     def __init__(self, members: Members, contents: Contents) -> None:
         self._members = members
         self._contents = contents
-        # Times and sizes of what was published since.
-        self._untold: deque[tuple[float, int]] = deque()
         self._untold_bytes = 0
         members.node_changed.append(self._told)
 
     def _told(self, node: int) -> None:
-        self._untold.clear()
         self._untold_bytes = 0
 
     def published(self, size: int) -> None:
         """Note that a version has so many bytes more than the one before, which is freed."""
-        self._forget_old()
-        self._untold.append((time.monotonic(), size))
         self._untold_bytes += size
 
     def lost_by(self, old: Inode, new: Inode | None) -> None:
@@ -169,16 +160,11 @@ class Space:
             counted = max(0, self._untold_bytes)
             self.published(-min(counted, allocated_bytes(old.size, old.blocks)))
 
-    def _forget_old(self) -> None:
-        while self._untold and self._untold[0][0] < time.monotonic() - _TOLD_WITHIN_S:
-            self._untold_bytes -= self._untold.popleft()[1]
-
     def statvfs(self) -> os.statvfs_result:
         """Return the space in the cluster, in files kept with its usual number of replicas: on nodes that
         take new files, which a dead or a draining one does not."""
         settings, addresses = self._members.settings, self._members.nodes
         nodes = [addresses[candidate.node] for candidate in self._members.candidates()]
-        self._forget_old()
         copies = max(1, min(settings.replicas, len(nodes)))
         total = sum(node.total_bytes for node in nodes) // copies // _BLOCK_BYTES
         free_bytes = sum(node.free_bytes for node in nodes) // copies
