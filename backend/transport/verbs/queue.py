@@ -227,14 +227,12 @@ class QueuePair:
         range of an rkey lies in the memory region, which is one extent's file.)
 
         Other devices get a memory region of its own for each right, registered in a protection domain that
-        holds only this queue pair. A file that this process may only read gets one on every device, because
-        a window needs a writable region; on a device with windows, its protection domain is the one of all
-        queue pairs.
+        holds only this queue pair.
         """
         library, port = self._library, self.port
         rights = library.enum("ACCESS_REMOTE_WRITE" if writable else "ACCESS_REMOTE_READ")
         address = region.address(offset)
-        if not (port.has_windows and region.writable):
+        if not port.has_windows:
             rights |= library.enum("ACCESS_LOCAL_WRITE") if writable else 0
             with library.errors:
                 registration = library.MR(self.pd, length, rights, address=address)

@@ -34,56 +34,48 @@ LENT_BLOCK_BYTES = 64 << 20
 _AT_ONCE_BYTES = 1 << 20
 
 _libc = ctypes.CDLL(None, use_errno=True)
-_libc.mmap.restype = ctypes.c_void_p
-_libc.mmap.argtypes = (
-    ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int, ctypes.c_int, ctypes.c_int, ctypes.c_long,
-)  # fmt: skip
-_libc.munmap.argtypes = (ctypes.c_void_p, ctypes.c_size_t)
+# Python's own madvise(2) keeps other threads waiting.
 _libc.madvise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
-_MADV_POPULATE_READ, _MADV_POPULATE_WRITE = 22, 23
-_MAP_FAILED = ctypes.c_void_p(-1).value
+_MADV_POPULATE_WRITE = 23
 # The device and the number of the inode.
 FileId = tuple[int, int]
 MTUS: dict[int, Mtu] = {1: 256, 2: 512, 3: 1024, 4: 2048, 5: 4096}
 
 
 class Region:
-    """A range of a file, mapped and registered. It owns the descriptor `fd`. This end can write to it, and
-    windows can be bound to it, only if it is `writable`; the kernel asks that of every window, even one for
-    reading. A device's memory is not mapped: only the network card addresses it, by offsets from 0."""
+    """A range of a file, mapped and registered. It owns the descriptor `fd`, which is open for writing, as
+    the kernel asks that of every window, even one for reading. A device's memory is not mapped: only the
+    network card addresses it, by offsets from 0."""
 
     registration: Any
     key: int
+    _mapped: mmap.mmap
 
     def __init__(
-        self,
-        file: FileId,
-        fd: int,
-        offset: int,
-        length: int,
-        *,
-        writable: bool = True,
-        memory: Memory = Memory.FILE,
+        self, file: FileId, fd: int, offset: int, length: int, memory: Memory = Memory.FILE
     ) -> None:
         self.file, self.fd = file, fd
-        self.offset, self.length, self.writable = offset, length, writable
+        self.offset, self.length = offset, length
         self.users = 0
         self.is_stale = False
         self._memory = memory
         self._address = 0
         if memory is not Memory.DEVICE:
             with if_it_fails(partial(os.close, fd)):
-                self._address = _map(fd, offset, length, writable)
+                try:
+                    self._mapped = mmap.mmap(fd, length, offset=offset)
+                except ValueError as error:  # it has become shorter
+                    raise OSError(errno.EINVAL, str(error)) from None
+            self._address = ctypes.addressof(ctypes.c_char.from_buffer(self._mapped))
 
     def populate(self) -> None:
         """Touch all pages; call it in a thread. Pages that cannot be had show when they are registered."""
         if self._memory is not Memory.DEVICE:
-            advice = _MADV_POPULATE_WRITE if self.writable else _MADV_POPULATE_READ
-            _libc.madvise(self._address, self.length, advice)
+            _libc.madvise(self._address, self.length, _MADV_POPULATE_WRITE)
 
     def register(self, library: Library, pd: Any) -> None:
-        access = library.enum("ACCESS_LOCAL_WRITE") if self.writable else 0
-        if self.writable and self._memory is Memory.FILE:
+        access = library.enum("ACCESS_LOCAL_WRITE")
+        if self._memory is Memory.FILE:
             access |= library.enum("ACCESS_MW_BIND")
         with library.errors:
             if self._memory is Memory.DEVICE:
@@ -99,16 +91,11 @@ class Region:
 
     def view(self, offset: int, length: int) -> memoryview:
         """Return bytes of the file in this process's memory, to be released before the region."""
-        there = (ctypes.c_char * length).from_address(self.address(offset))
-        return memoryview(there).cast("B")
+        return memoryview(self._mapped)[offset - self.offset :][:length]
 
-    def covers(self, offset: int, length: int, writable: bool) -> bool:
-        return (
-            not self.is_stale
-            and self.offset <= offset
-            and offset + length <= self.offset + self.length
-            and (self.writable or not writable)
-        )
+    def covers(self, offset: int, length: int) -> bool:
+        end = self.offset + self.length
+        return not self.is_stale and self.offset <= offset and offset + length <= end
 
     def is_orphan(self) -> bool:
         """Return whether the file has lost its last name and is not lent."""
@@ -117,7 +104,7 @@ class Region:
     def close(self) -> None:
         """Unmap the range, which is not registered any more."""
         if self._memory is not Memory.DEVICE:
-            _libc.munmap(self._address, self.length)
+            self._mapped.close()
         os.close(self.fd)
 
 
@@ -134,25 +121,18 @@ class Regions:
         self.registrations = self.hits = self.pinned_bytes = 0
 
     async def acquire(self, fd: int, length: int) -> Region:
-        """Return a region over a whole file, which has at least `length` bytes; the caller has to `release`
-        it. It is writable, as windows need it, if the file can be opened for writing, even if `fd` is not;
-        so later operations of either kind can use it. Raises OSError: ENOMEM, or the kernel's error."""
+        """Return a region over a whole file, which has at least `length` bytes, and which this process may
+        write, even if `fd` is not open for that; the caller has to `release` it. Raises OSError: ENOMEM, or
+        the kernel's error."""
         status = os.fstat(fd)
         file, size = (status.st_dev, status.st_ino), status.st_size
-        region = self._find(file, 0, length, True)
+        region = self._find(file, 0, length)
         if region is not None:
             return region
         if length > size:
             raise OSError(errno.EINVAL, "the file is shorter than what is to be registered")
-        try:
-            own, writable = os.open(f"/proc/self/fd/{fd}", os.O_RDWR | os.O_CLOEXEC), True
-        except OSError:
-            region = self._find(file, 0, length, False)
-            if region is not None:
-                return region
-            own, writable = os.dup(fd), False
-        length = size + -size % mmap.PAGESIZE
-        return await self._register(Region(file, own, 0, length, writable=writable))
+        own = os.open(f"/proc/self/fd/{fd}", os.O_RDWR | os.O_CLOEXEC)
+        return await self._register(Region(file, own, 0, size))
 
     async def acquire_lent(self, fd: int, offset: int, length: int, memory: Memory) -> list[Region]:
         """Return regions that follow each other and cover a range of memory that a program lends. Their
@@ -165,9 +145,9 @@ class Regions:
         try:
             for start in range(offset - offset % block, offset + length, block):
                 count = min(block, size - start)
-                region = self._find(file, start, count, True)
+                region = self._find(file, start, count)
                 if region is None:
-                    region = Region(file, os.dup(fd), start, count, memory=memory)
+                    region = Region(file, os.dup(fd), start, count, memory)
                     region = await self._register(region)
                 acquired.append(region)
         except BaseException:
@@ -184,7 +164,7 @@ class Regions:
                 # Pages that were touched before are pinned faster. Pinning runs in the event loop, as
                 # pyverbs holds Python's global interpreter lock.
                 await trio.to_thread.run_sync(region.populate)
-                other = self._find(region.file, region.offset, region.length, region.writable)
+                other = self._find(region.file, region.offset, region.length)
                 if other is not None:
                     region.close()
                     return other
@@ -197,9 +177,9 @@ class Regions:
         region.users = 1
         return region
 
-    def _find(self, file: FileId, offset: int, length: int, writable: bool) -> Region | None:
+    def _find(self, file: FileId, offset: int, length: int) -> Region | None:
         for region in self._of_file.get(file, ()):
-            if region.covers(offset, length, writable):
+            if region.covers(offset, length):
                 self.hits += 1
                 self._regions.move_to_end(region)
                 region.users += 1
@@ -290,14 +270,3 @@ class OpenedPort:
         self.regions.close()
         self.library.close(self.pd)
         self.library.close(self.context)
-
-
-def _map(fd: int, offset: int, length: int, writable: bool) -> int:
-    """Map a range of a file, and return the address. Python's own mmap objects cannot be used: they tell
-    their address only if they are writable. Raises OSError."""
-    protection = mmap.PROT_READ | (mmap.PROT_WRITE if writable else 0)
-    address = _libc.mmap(None, length, protection, mmap.MAP_SHARED, fd, offset)
-    if address is None or address == _MAP_FAILED:
-        code = ctypes.get_errno()
-        raise OSError(code, os.strerror(code))
-    return int(address)
