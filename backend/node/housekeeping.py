@@ -42,7 +42,6 @@ class Housekeeping:
         self._rereplicate_after_s = rereplicate_after_s
         # By pool: what its targets were last made for.
         self._fitting: dict[int, tuple[tuple[Candidate, ...], str, int]] = {}
-        self._bad_rules: set[int] = set()
         self._passed: deque[tuple[float, int]] = deque()  # times, and what had been applied then
         self._forgotten = 0
 
@@ -92,9 +91,7 @@ class Housekeeping:
                 lambda group: where.get(group, ()),
             )
         except ValueError as error:
-            if pool not in self._bad_rules:
-                self._bad_rules.add(pool)
-                log.error("groups of pool %#x stay where they are: %s", pool, error)
+            log.error("groups of pool %#x stay where they are: %s", pool, error)
             targets = None
         if targets is None:
             self._fitting[pool] = candidates, rule, revision
