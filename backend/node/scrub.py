@@ -40,8 +40,6 @@ _SAVE_PERIOD_S = 30.0
 _LOOK_PERIOD_S = 60.0
 # The limit of waiting doubts. More are dropped, as the next round reads those extents anyway.
 _DOUBTS_MAX = 4096
-# An extent that was found right is not read again for so long, even if it is doubted.
-_TRUSTED_S = 60.0
 # How many times faster than a round doubted extents are read.
 _DOUBTS_HASTE = 8
 _RETRY_FIRST_S = 1.0
@@ -97,7 +95,6 @@ class Scrub:
         self._checked_bytes = 0
         self._wrong = copier.wrong
         self._doubts: OrderedDict[Extent, None] = OrderedDict()
-        self._trusted: OrderedDict[Extent, float] = OrderedDict()
         self._doubted = trio.Event()
         self._news = trio.Event()
         self._told = trio.Event()
@@ -109,9 +106,6 @@ class Scrub:
 
     def doubt(self, extent: Extent) -> None:
         """Note that another process says it got wrong bytes of an extent."""
-        trusted = self._trusted.get(extent)
-        if trusted is not None and time.monotonic() < trusted + _TRUSTED_S:
-            return
         if extent in self._files and extent not in self._wrong and len(self._doubts) < _DOUBTS_MAX:
             self._doubts[extent] = None
             self._doubted.set()
@@ -199,22 +193,16 @@ class Scrub:
             self._doubted = trio.Event()
             while self._doubts:
                 extent, _ = self._doubts.popitem(last=False)
-                verdict = await self._look_at(extent, self._doubts_throttle.take, direct=False)
-                if verdict is Verdict.RIGHT:
-                    self._trusted[extent] = time.monotonic()
-                    if len(self._trusted) > _DOUBTS_MAX:
-                        self._trusted.popitem(last=False)
+                await self._look_at(extent, self._doubts_throttle.take, direct=False)
 
-    async def _look_at(
-        self, extent: Extent, take: Callable[[int], Any], *, direct: bool
-    ) -> Verdict | None:
-        """Read an extent and mend it if it is wrong. Return None if it cannot be read or checked."""
+    async def _look_at(self, extent: Extent, take: Callable[[int], Any], *, direct: bool) -> None:
+        """Read an extent that can be checked, and mend it if it is wrong."""
         if not self._catalog.digest_of(extent):
-            return None
+            return
         try:
             held = self._files.hold(extent, damaged=True)
         except OSError:
-            return None  # its next reader reports that
+            return  # its next reader reports that
         fd = -1
         try:
             size = self._files.size(extent) or 0
@@ -234,7 +222,6 @@ class Scrub:
             await self._found_wrong(extent)
         elif verdict is Verdict.RIGHT:
             self._wrong.pop(extent, None)
-        return verdict
 
     async def _found_wrong(self, extent: Extent) -> None:
         if extent not in self._files or not self._catalog.is_named(extent.content):
