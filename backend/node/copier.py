@@ -90,7 +90,7 @@ class Copier:
             for batch in _batches(left):
                 await self._reads.acquire()
                 nursery.start_soon(bring, batch)
-        await trio.to_thread.run_sync(self._files.settle)
+        await self._files.settle()
         if full:
             raise full[0]
         return denied
@@ -151,11 +151,11 @@ class Copier:
                 if verdict is Verdict.WRONG and node in unasked:
                     await self._doubt(node, extent)
                 if verdict is Verdict.RIGHT:
-                    await trio.to_thread.run_sync(self._files.harden, incoming)
+                    await self._files.harden(incoming)
                     if extent in self._files and self._catalog.is_named(extent.content):
                         self._files.replace(incoming, extent)
                         self._catalog.sealed(extent)
-                        await trio.to_thread.run_sync(self._files.settle)
+                        await self._files.settle()
                         await self._files.give_back()
                     return True
                 if verdict not in (None, Verdict.UNKNOWN):
@@ -245,8 +245,7 @@ class Copier:
         self, incoming: Incoming, extent: Extent, left: dict[Extent, int], verdict: Verdict
     ) -> None:
         """Make a copy an extent of this node, unless it is not needed any more: nothing would free it."""
-        if self._files.power_safe:
-            await trio.to_thread.run_sync(self._files.harden, incoming)
+        await self._files.harden(incoming)
         left.pop(extent, None)
         if self._catalog.is_missing(extent):
             self._files.seal(incoming, extent)

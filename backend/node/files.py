@@ -224,10 +224,10 @@ class Files:
         file.is_reusable = False
         return self.incoming.open_shared(self._other_name(source), is_own=file.is_own)
 
-    def harden(self, incoming: Incoming) -> None:
-        """Make the bytes survive a power loss, if the store is on a disk. For a worker thread."""
+    async def harden(self, incoming: Incoming) -> None:
+        """Make the bytes survive a power loss, if the store is on a disk."""
         if self.power_safe:
-            os.fsync(incoming.fd)
+            await trio.to_thread.run_sync(os.fsync, incoming.fd)
 
     def seal(self, incoming: Incoming, extent: Extent) -> None:
         """Make an extent of a file whose bytes are complete and hardened. On a disk, call `settle` before
@@ -279,10 +279,10 @@ class Files:
                 length = source.file.length
                 with closing(await self.make(length, length)) as incoming:
                     await trio.to_thread.run_sync(copy_all, source.fd, incoming.fd)
-                    await trio.to_thread.run_sync(self.harden, incoming)
+                    await self.harden(incoming)
                     if self._is_foreign(extent):
                         self.replace(incoming, extent)
-            await trio.to_thread.run_sync(self.settle)
+            await self.settle()
         except OSError as error:
             log.info("extent %s stays in its file: %s", extent_name(extent), error)
         finally:
@@ -295,10 +295,10 @@ class Files:
             return False
         return file.taken == file.length
 
-    def settle(self) -> None:
-        """Make sealed names survive a power loss, if the store is on a disk. For a worker thread."""
+    async def settle(self) -> None:
+        """Make sealed names survive a power loss, if the store is on a disk."""
         if self.power_safe:
-            os.fsync(self.place.extents)
+            await trio.to_thread.run_sync(os.fsync, self.place.extents)
 
     # -- going -----------------------------------------------------------------------------------
 

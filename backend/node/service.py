@@ -111,16 +111,14 @@ class NodeService(Service[Incoming]):
         return self._begin(self._files.share(source, length))
 
     async def seal(self, extent: Extent, incoming: Incoming) -> None:
-        if self._files.power_safe:
-            await trio.to_thread.run_sync(self._files.harden, incoming)
+        await self._files.harden(incoming)
         # The lease and the session may have ended while the bytes were arriving.
         self._check_serving()
         self._check_wanted(extent)
         if not self._is_here(extent, incoming):
             self._files.seal(incoming, extent)
             self._catalog.sealed(extent)
-        if self._files.power_safe:
-            await trio.to_thread.run_sync(self._files.settle)
+        await self._files.settle()
 
     def _is_here(self, extent: Extent, incoming: Incoming) -> bool:
         """Return whether the extent is here. Raises OSError EEXIST if that one differs in length."""

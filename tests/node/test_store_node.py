@@ -29,9 +29,7 @@ def files(memory: Path) -> Iterator[Files]:
 def keep(files: Files, extent: Extent, data: bytes) -> None:
     incoming = files.create(len(data))
     os.pwrite(incoming.fd, data, 0)
-    files.harden(incoming)
     files.seal(incoming, extent)
-    files.settle()
     os.close(incoming.fd)
 
 
@@ -195,7 +193,7 @@ def test_a_store_can_be_limited_to_less_than_its_filesystem_has(memory: Path) ->
         keep(files, Extent(CONTENT, 1), bytes(1000))
 
 
-def test_on_a_disk_bytes_are_safe_before_the_name_and_the_name_before_the_answer(
+async def test_on_a_disk_bytes_are_safe_before_the_name_and_the_name_before_the_answer(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     done: list[str] = []
@@ -214,7 +212,10 @@ def test_on_a_disk_bytes_are_safe_before_the_name_and_the_name_before_the_answer
             pytest.skip("temporary files are in memory here")
         monkeypatch.setattr(os, "fsync", fsync)
         monkeypatch.setattr(os, "rename", rename)
-        keep(files, Extent(CONTENT, 0), b"bytes")
+        with closing(files.create(5)) as incoming:
+            await files.harden(incoming)
+            files.seal(incoming, Extent(CONTENT, 0))
+            await files.settle()
         done.append("answered")
     assert done == ["sync _1", "rename", "sync extents", "answered"]
 
