@@ -10,6 +10,7 @@ again on another one, and raises NotThisWay if none is left.
 import logging
 from collections.abc import Awaitable, Callable
 from ipaddress import IPv6Address
+from itertools import accumulate, pairwise
 
 import trio
 
@@ -73,7 +74,7 @@ class Lanes:
         self._stages = way.shows_bytes
         self._lanes: list[Lane] = []
         self._first = trio.Event()
-        self._looking = trio.CancelScope()
+        self._pausing = trio.CancelScope()
         self._scope = trio.CancelScope()
         control.closers.append(self._end)
 
@@ -103,20 +104,10 @@ class Lanes:
 
     def shares(self, length: int) -> list[tuple[int, int]]:
         """Return the starts and lengths of the ranges of a READ: one for each rail, by its speed."""
-        speeds = sorted(self.usable.values(), reverse=True)
-        count = max(1, min(len(speeds), length // SHARE_BYTES_MIN))
-        chosen = speeds[:count]
-        shares: list[tuple[int, int]] = []
-        at = 0
-        for number, speed in enumerate(chosen):
-            end = length
-            if number < count - 1:
-                end = at + (length - at) * speed // sum(chosen[number:])
-                end -= end % _SHARE_ALIGNMENT_BYTES
-            if end > at:
-                shares.append((at, end - at))
-            at = end
-        return shares or [(0, length)]
+        speeds = sorted(self.usable.values(), reverse=True)[: max(1, length // SHARE_BYTES_MIN)]
+        ends = [length * so_far // sum(speeds) for so_far in accumulate(speeds)]
+        ends = [*(end - end % _SHARE_ALIGNMENT_BYTES for end in ends[:-1]), length]
+        return [(start, end - start) for start, end in pairwise([0, *ends]) if start < end]
 
     # -- lanes come and go -----------------------------------------------------------------------
 
@@ -134,12 +125,8 @@ class Lanes:
 
     async def _pause(self, changed: trio.Event) -> None:
         """Wait until it is time to try lost queue pairs again, or to look for new rails."""
-        if self._is_complete():
-            with trio.move_on_after(_LOOK_S) as self._looking:
-                await changed.wait()
-            if changed.is_set() or self._is_complete():
-                return
-        with trio.move_on_after(RETRY_S):
+        pause_s = _LOOK_S if self._is_complete() else RETRY_S
+        with trio.move_on_after(pause_s) as self._pausing:
             await changed.wait()
 
     def _is_complete(self) -> bool:
@@ -207,7 +194,7 @@ class Lanes:
         lane.path = None
         if self.control.is_open:
             self._cannot(path.pair.failure, lane)
-            self._looking.cancel()
+            self._pausing.deadline = min(self._pausing.deadline, trio.current_time() + RETRY_S)
         await path.close(path.pair.failure)
 
     def _cannot(self, why: str, lane: Lane | None = None) -> None:
