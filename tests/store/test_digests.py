@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from xxhash import xxh3_64
 
 from irdmafs.backend.files import digest
-from irdmafs.backend.files.digest import Stripe, digest_of_bytes
+from irdmafs.backend.files.digest import Stripe, by_stripe, digest_of_bytes
 from irdmafs.backend.model.records import Layout
 from irdmafs.backend.namespace.inode import Inode
 
@@ -89,6 +89,12 @@ def test_the_pieces_in_which_a_stripe_comes_and_their_order_do_not_matter(
         stripe.landed(start, end - start, memoryview(data)[start:end] if is_at_hand else None)
     assert trio.run(stripe.finish) == as_defined(data)
     os.close(fd)
+
+
+def test_digests_that_stripes_shared_are_not_used() -> None:
+    """Contents that have more than 64 stripes, as they could have before, had 64 digests."""
+    assert by_stripe(bytes(64 * 8), 100) == []
+    assert by_stripe(bytes(range(16)), 2) == [bytes(range(8)), bytes(range(8, 16))]
 
 
 def test_a_record_from_before_there_were_digests_is_read_and_written_as_it_was() -> None:
