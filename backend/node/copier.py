@@ -19,7 +19,7 @@ from ..cluster.membership import Members
 from ..files.digest import Stripe, digest_of_bytes
 from ..model.records import GroupConfig
 from ..pauses import Throttle
-from ..transport import Extent, FileRange, landed_from
+from ..transport import Extent, FileRange, Memory, landed_from
 from ..transport.device import Device
 from ..transport.messages import in_batches
 from .catalog import Catalog
@@ -184,7 +184,7 @@ class Copier:
         allocated = self._catalog.allocated(extent, size)
         if allocated < size:
             await self._throttle.take(allocated)
-            await device.read_sparse(extent, into, found.landed)
+            await device.read(extent, 0, into._replace(memory=Memory.HOLES), found.landed)
             self._count(allocated)
         else:
             piece = THROTTLED_READ_BYTES if self._throttle.bytes_per_s else size

@@ -9,12 +9,10 @@ import logging
 import os
 import time
 from collections.abc import Callable
-from contextlib import closing
 from typing import Any
 
 import trio
 
-from ..files.sparse import segments
 from ..model.records import SIZE_MAX, session_of
 from ..observe.logs import log_failure
 from ..transport import Extent, Fenced, Target, Unreachable
@@ -164,11 +162,6 @@ class NodeService(Service[Incoming]):
 
     async def digest(self, extent: Extent) -> bytes:
         return await self._files.digest(extent)
-
-    async def segments(self, extent: Extent) -> list[tuple[int, int]]:
-        with closing(self.hold(extent)) as held:
-            length = os.fstat(held.fd).st_size
-            return await trio.to_thread.run_sync(segments, held.fd, 0, length)
 
     def scrub(self) -> None:
         self._scrub.begin()

@@ -43,6 +43,8 @@ class Memory(Enum):
 
     FILE = auto()
     """A file, which is filled once."""
+    HOLES = auto()
+    """A file that gets the holes of what is read, and may have no room for them."""
     LENT = auto()
     """A program's own, which is filled again and again: worth being registered."""
     DEVICE = auto()

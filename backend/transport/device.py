@@ -13,20 +13,10 @@ from typing import Any, Literal, NamedTuple, Protocol, TypeVar
 
 import trio
 
-from ..files.sparse import empty, is_sparse
+from ..files.sparse import is_sparse
 from ..model.records import SIZE_MAX
 from ..observe.logs import log_failure
-from . import (
-    Extent,
-    FileRange,
-    Landed,
-    Memory,
-    Target,
-    Unreachable,
-    landed_from,
-    messages,
-    nothing_landed,
-)
+from . import Extent, FileRange, Landed, Memory, Target, Unreachable, messages, nothing_landed
 from .link import Link
 from .prompt import acquire
 
@@ -160,22 +150,6 @@ class Device:
         is not gone on with. Raises OSError ENOENT if the node does not have `length` bytes of it."""
         await self.link.ask(messages.Share(extent, target, source, length), messages.Done)
 
-    async def read_sparse(
-        self, extent: Extent, into: FileRange, landed: Landed = nothing_landed
-    ) -> None:
-        """Receive a whole extent that has holes; they become holes of the file."""
-        answer = await self.link.ask(messages.Map(extent), messages.Mapped)
-        fd, offset, length, _ = into
-        _lengthen(into)
-        await trio.to_thread.run_sync(empty, fd, offset, length)
-        done = 0
-        for start, count in answer.segments:
-            if not done <= start <= length - count:
-                raise OSError(errno.EIO, "the extent has not the length that it should have")
-            done = start + count
-            shown = landed_from(landed, start)
-            await self.read(extent, start, into.part(start, count), shown)
-
     async def digest(self, extent: Extent) -> bytes:
         """Return the digest (backend/files/digest.py) of the node's bytes."""
         return (await self.link.ask(messages.Digest(extent), messages.Digested)).digest
@@ -217,7 +191,8 @@ class Device:
         """Receive a range of an extent, from `start`, of the length of the part of a file, which may be
         after the file's end. Raises OSError EOPNOTSUPP for a device's memory that cannot be reached."""
         _lengthen(into)
-        transfer = Transfer("read", into.length, into.memory)
+        has_holes = into.memory is Memory.HOLES
+        transfer = Transfer("read", into.length, into.memory, is_sparse=has_holes)
         return self._move(transfer, lambda way: way.read(extent, start, into, landed))
 
     # -- ways ------------------------------------------------------------------------------------

@@ -15,14 +15,13 @@ from typing import Annotated, ClassVar, TypeAlias, TypeVar
 import msgspec
 from msgspec import Meta
 
-from ..files.sparse import SEGMENTS_MAX
 from ..model.records import SIZE_MAX
 from . import Extent, Fenced, Number, Target, Unreachable
 
 T = TypeVar("T")
 
 # Both ends must speak the same version: nodes and mounts are upgraded together.
-VERSION = 10
+VERSION = 11
 
 PUT_BYTES_MAX = 1 << 20
 PUTS_MAX, PUTS_BYTES_MAX = 64, 4 << 20
@@ -186,10 +185,6 @@ class Digest(AboutExtent, tag=34):
     """Asks for the digest of the bytes that the node has of an extent."""
 
 
-class Map(AboutExtent, Prompt, tag=36):
-    """Asks where the data of an extent is."""
-
-
 class Scrub(Request, tag=35):
     """Asks the node to check everything it keeps, now."""
 
@@ -251,12 +246,6 @@ class EtcdOutcome(IntEnum):
     REFUSED = 1
     UNSENT = 2  # etcd did not get the request
     UNCERTAIN = 3  # etcd may have got the request
-
-
-class Mapped(Answer, tag=40):
-    """The starts and lengths of an extent's data, in order."""
-
-    segments: Annotated[list[tuple[int, Length]], Meta(max_length=SEGMENTS_MAX)]
 
 
 def failure_of(error: OSError, node: int) -> tuple[int, int, str]:

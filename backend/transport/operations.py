@@ -56,10 +56,6 @@ async def _digest(host: Host, peer: Peer, request: messages.Digest) -> messages.
     return messages.Digested(await host.service.digest(request.extent))
 
 
-async def _map(host: Host, peer: Peer, request: messages.Map) -> messages.Mapped:
-    return messages.Mapped(await host.service.segments(request.extent))
-
-
 async def _scrub(host: Host, peer: Peer, request: messages.Scrub) -> messages.Done:
     host.service.scrub()
     return messages.Done()
@@ -166,7 +162,6 @@ OPERATIONS: dict[type[messages.Request], Operation] = {
     messages.Scrub: Operation((NONE, NONE, NONE, ANY), messages.Done, _scrub),
     # Reading.
     messages.Get: Operation((ANY, ANY, ANY, NONE), messages.Contents, _get, _are_few),
-    messages.Map: Operation((ANY, ANY, ANY, NONE), messages.Mapped, _map),
     # The node checks its own bytes, and believes nobody.
     messages.Doubt: Operation((ANY, ANY, ANY, NONE), messages.Done, _doubt, lambda request: True),
     # Only nodes: the node reads much for a short answer.

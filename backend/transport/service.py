@@ -90,9 +90,6 @@ class Service(Protocol[I]):
     async def digest(self, extent: Extent) -> bytes:
         """Return the digest of the bytes that are here (see store/digest.py). Raises OSError: ENOENT."""
 
-    async def segments(self, extent: Extent) -> list[tuple[int, int]]:
-        """Return where the data of an extent is (see backend/files/sparse.py). Raises OSError: ENOENT."""
-
     def scrub(self) -> None:
         """Check everything that is kept here."""
 

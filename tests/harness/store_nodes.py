@@ -62,9 +62,6 @@ class Link:
             self._service()
             os.pwrite(into.fd, os.pread(source.fd, into.length, start), into.offset)
 
-    async def read_sparse(self, extent: Extent, into: FileRange, landed: Landed) -> None:
-        await self.read(extent, 0, into, landed)
-
     async def digest(self, extent: Extent) -> bytes:
         return await self._service().digest(extent)
 

@@ -11,7 +11,7 @@ import signal
 import sys
 import threading
 from collections.abc import AsyncIterator, Callable, Sequence
-from contextlib import AsyncExitStack, asynccontextmanager, closing, suppress
+from contextlib import AsyncExitStack, asynccontextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple, Self, TypeVar
@@ -19,7 +19,6 @@ from typing import Any, NamedTuple, Self, TypeVar
 import trio
 
 from harness.processes import Program
-from irdmafs.backend.files.sparse import segments
 from irdmafs.backend.model.records import NodeAddress, session_of
 from irdmafs.backend.transport import Extent, Fenced, Target
 from irdmafs.backend.transport.mover import Host, Mover, Serving
@@ -149,10 +148,6 @@ class ExtentDirectory:
 
     async def digest(self, extent: Extent) -> bytes:
         return b""
-
-    async def segments(self, extent: Extent) -> list[tuple[int, int]]:
-        with closing(self.hold(extent)) as held:
-            return segments(held.fd, 0, os.fstat(held.fd).st_size)
 
     def scrub(self) -> None:
         pass

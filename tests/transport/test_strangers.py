@@ -52,7 +52,6 @@ REQUESTS: dict[type[messages.Message], messages.Request] = {
         verbs.Rails(),
         messages.Doubt(EXTENT),
         messages.Digest(EXTENT),
-        messages.Map(EXTENT),
         messages.Share(EXTENT, TARGET, Extent(5 << 24 | 2, 0), 10),
         messages.Scrub(),
         messages.AskEtcd("/etcdserverpb.KV/Range", b""),

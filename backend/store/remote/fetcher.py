@@ -118,7 +118,8 @@ class Fetcher:
                 is_quick = inode.size <= _MADE_INLINE_BYTES
                 fd = make() if is_quick else await trio.to_thread.run_sync(make)
                 try:
-                    await self._read_all(inode, FileRange(fd, 0, inode.size), has_holes)
+                    memory = Memory.HOLES if has_holes else Memory.FILE
+                    await self._read_all(inode, FileRange(fd, 0, inode.size, memory))
                 except BaseException:
                     self._contents.give_up(content)
                     raise
@@ -157,7 +158,7 @@ class Fetcher:
         is_checked = self._cluster.verify and bool(inode.digests)
         if is_checked and lent.memory is Memory.DEVICE:
             raise Declined("it is to be checked (see --no-verify)")
-        await self._read_all(inode, FileRange(lent.fd, 0, size, lent.memory), has_holes=False)
+        await self._read_all(inode, FileRange(lent.fd, 0, size, lent.memory))
         self.figures.lent_files += 1
         self.figures.lent_bytes += size
 
@@ -174,7 +175,7 @@ class Fetcher:
                 start = (offset + done) - stripe * step
                 length = min(size - done, step - start)
                 into = FileRange(buffer, done, length)
-                read = partial(self._read_from, Extent(content, stripe), start, into, False)
+                read = partial(self._read_from, Extent(content, stripe), start, into)
                 await self._from_any(inode, stripe, (), read, content)
                 done += length
             return os.pread(buffer, size, 0)
@@ -277,24 +278,24 @@ class Fetcher:
 
     # -- large -----------------------------------------------------------------------------------
 
-    async def _read_all(self, inode: Inode, into: FileRange, has_holes: bool) -> None:
-        """Read all stripes concurrently; holes stay holes. Raises Gone, Wrong, OSError."""
+    async def _read_all(self, inode: Inode, into: FileRange) -> None:
+        """Read all stripes concurrently. Raises Gone, Wrong, OSError."""
         stripes = inode.layout.stripes(inode.size)
         digests = by_stripe(inode.digests, stripes) if self._cluster.verify else []
 
         async def read_one(stripe: int) -> None:
             there = into.part(*inode.layout.span(inode.size, stripe))
-            whole = partial(self._read_from, Extent(inode.extent, stripe), 0, there, has_holes)
+            whole = partial(self._read_from, Extent(inode.extent, stripe), 0, there)
             await self._from_any(inode, stripe, (), whole)
 
         async def read_checked(stripe: int) -> None:
-            await self._read_checked(inode, stripe, digests[stripe], into, has_holes)
+            await self._read_checked(inode, stripe, digests[stripe], into)
 
         with first_alone(Gone, OSError):
             await for_each_stripe(stripes, read_checked if digests else read_one)
 
     async def _read_checked(
-        self, inode: Inode, stripe: int, digest: bytes, into: FileRange, has_holes: bool
+        self, inode: Inode, stripe: int, digest: bytes, into: FileRange
     ) -> None:
         """Read a stripe until it has this digest. Raises Wrong."""
         offset, length = inode.layout.span(inode.size, stripe)
@@ -302,7 +303,7 @@ class Fetcher:
         wrong: set[int] = set()
         while True:
             hashed = Stripe(there.fd, there.offset, length)
-            read = partial(self._read_from, extent, 0, there, has_holes, landed=hashed.landed)
+            read = partial(self._read_from, extent, 0, there, landed=hashed.landed)
             node = await self._from_any(inode, stripe, wrong, read)
             if await hashed.finish() == digest:
                 self.figures.checked_bytes += length
@@ -315,15 +316,10 @@ class Fetcher:
         extent: Extent,
         start: int,
         into: FileRange,
-        has_holes: bool,
         node: int,
         landed: Landed = nothing_landed,
     ) -> Awaitable[None]:
-        """Read a range of an extent, or all of one that `has_holes`."""
-        device = self._cluster.peers.device(node)
-        if has_holes:
-            return device.read_sparse(extent, into, landed)
-        return device.read(extent, start, into, landed)
+        return self._cluster.peers.device(node).read(extent, start, into, landed)
 
     # -- small -----------------------------------------------------------------------------------
 

@@ -24,6 +24,7 @@ from typing import Any, TypeVar
 
 import trio
 
+from ...files.sparse import segments
 from ...observe import logs
 from ...pauses import Places
 from ...unwrap import background
@@ -266,12 +267,12 @@ class Data:
             with logs.request(header.trace):
                 try:
                     await check_right(host.service, RIGHTS, peer, header.op, (extent.content,))
-                    if header.op is Op.READ:
+                    if header.op is Op.WRITE:
+                        await self._take(channel, header)
+                    else:
                         give = partial(self._give, channel, header)
                         [sent] = await self._in_thread(channel, give)
                         host.counters.sent_bytes += sent
-                    else:
-                        await self._take(channel, header)
                 except OSError as error:
                     what = f"{op} of extent {extent.content:x}.{extent.stripe:x}"
                     reply = Reply(ReplyKind.FAILED, *host.failed(peer, what, error))
@@ -282,8 +283,8 @@ class Data:
         return in_threads([work], channel.shutdown, None)
 
     def _give(self, channel: Channel, header: Header) -> int:
-        """Send a range of an extent, and return its length. Raises OSError, which the peer has to be told,
-        and Lost if the bytes cannot be had when some of them were sent."""
+        """Send a range of an extent, or its data, and return how many bytes. Raises OSError, which the peer
+        has to be told, and Lost if the bytes cannot be had when some of them were sent."""
         ((start, length),) = header.ranges
         channel.clean = True
         with closing(self._host.service.hold(header.extent)) as held:
@@ -291,17 +292,23 @@ class Data:
             try:
                 if start + length > os.fstat(held.fd).st_size:
                     raise OSError(errno.EINVAL, "the extent is shorter than what is asked for")
+                data: Ranges = ()
+                if header.op is Op.READ_DATA:
+                    found = segments(held.fd, start, length)
+                    data = tuple((start + at, count) for at, count in found)
                 channel.clean = False
-                channel.say(Reply(ReplyKind.OK))
-                if send_range(channel, held.fd, start, length) is not None:
-                    raise BadMessage("it replies to what it receives")
+                channel.say(Reply(ReplyKind.OK, ranges=data))
+                sent = header.ranges if header.op is Op.READ else data
+                for at, count in sent:
+                    if send_range(channel, held.fd, at, count) is not None:
+                        raise BadMessage("it replies to what it receives")
                 channel.end_sending()
             except OSError as error:
                 if channel.clean:
                     raise
                 raise Lost(f"what is asked for cannot be read: {error.strerror}") from None
         channel.clean = True
-        return length
+        return sum(map(itemgetter(1), sent))
 
     async def _take(self, channel: Channel, header: Header) -> None:
         receiving = self._join(header, channel)

@@ -14,7 +14,7 @@ from typing import Any, Final
 import trio
 
 from ...files.extents import when_unlocked
-from ...files.sparse import segments
+from ...files.sparse import empty, segments
 from ...observe.logs import current_request
 from ...unwrap import if_it_fails
 from .. import Extent, FileRange, Landed, Memory, Target, Unreachable, landed_from, nothing_landed
@@ -33,7 +33,7 @@ from .channel import (
 )
 from .streams import receive_ranges, send_stream, wait_for_reply
 from .threads import in_threads
-from .wire import PREAMBLE, Admit, Admitted, Header, Op, Ranges, ReplyKind
+from .wire import PREAMBLE, Admit, Admitted, Header, Op, Ranges, ReplyKind, end_of
 
 log = logging.getLogger(__name__)
 
@@ -83,7 +83,8 @@ class TcpWay(Way):
         base = into.offset - start
         landed = landed_from(landed, -into.offset)
         work = partial(_receive, fd=into.fd, base=base, landed=landed)
-        return self._run(Op.READ, extent, _NOWHERE, 0, [(start, into.length)], work)
+        op = Op.READ_DATA if into.memory is Memory.HOLES else Op.READ
+        return self._run(op, extent, _NOWHERE, 0, [(start, into.length)], work)
 
     async def write(self, sending: Sending) -> None:
         extent, target, (fd, offset, length, _), passed, growth, has_holes = sending
@@ -279,8 +280,22 @@ def _receive(channel: Channel, header: Header, fd: int, base: int, landed: Lande
     reply = wait_for_reply(channel, may_work=False)
     if reply.kind is ReplyKind.OK:
         ranges = header.ranges
+        if header.op is Op.READ_DATA:
+            ranges = reply.ranges
+            _make_holes(ranges, *header.ranges[0], fd, base)
         if base:
             ranges = tuple((base + start, length) for start, length in ranges)
         receive_ranges(channel, fd, ranges, landed)
     channel.clean = True
     reply.check()
+
+
+def _make_holes(ranges: Ranges, start: int, length: int, fd: int, base: int) -> None:
+    """Empty what lies between the ranges that come of those `length` bytes. Raises BadMessage if they lie
+    elsewhere."""
+    end = start + length
+    if end_of(ranges, start) > end:
+        raise BadMessage("it sends more of an extent than was asked for")
+    for first, count in (*ranges, (end, 0)):
+        empty(fd, base + start, first - start)
+        start = first + count

@@ -34,6 +34,7 @@ Ranges: TypeAlias = tuple[tuple[Number, Number], ...]
 class Op(enum.IntEnum):
     READ = 1
     WRITE = 2
+    READ_DATA = 3  # what is not a hole
 
 
 class Admit(Prompt, tag=17):
@@ -50,7 +51,11 @@ class Admitted(Answer, tag=24):
 MESSAGES = MessageSet({Admit: (ANY, ANY, ANY, NONE)}, (Admitted,))
 
 # The rights to requests on data connections.
-RIGHTS: Mapping[Op, Row] = {Op.READ: (ANY, ANY, ANY, NONE), Op.WRITE: (ANY, OWN, NONE, NONE)}
+RIGHTS: Mapping[Op, Row] = {
+    Op.READ: (ANY, ANY, ANY, NONE),
+    Op.READ_DATA: (ANY, ANY, ANY, NONE),
+    Op.WRITE: (ANY, OWN, NONE, NONE),
+}
 
 
 class ReplyKind(enum.IntEnum):
@@ -60,13 +65,15 @@ class ReplyKind(enum.IntEnum):
 
 
 class Reply(NamedTuple):
-    """The answer to a request. `closing`: the connection is of no more use, as sent bytes were left."""
+    """The answer to a request. `closing`: the connection is of no more use, as sent bytes were left. To
+    READ_DATA, the bytes of the `ranges` of the extent follow."""
 
     kind: ReplyKind
     code: Errno = 0
     node: Number = 0
     text: Annotated[str, Meta(max_length=TEXT_MAX)] = ""
     closing: bool = False
+    ranges: Annotated[Ranges, Meta(max_length=SEGMENTS_MAX)] = ()
 
     def check(self) -> None:
         """Raise the node's error, if it is one."""
@@ -106,13 +113,18 @@ MESSAGE_BYTES_MIN = len(encode(Reply(ReplyKind.OK)))
 def decode_header(data: bytes) -> Header:
     """Return a header. Raises BadMessage, also for values of several fields that do not fit each other."""
     header = decoded(_headers, data)
-    at, several = 0, len(header.ranges) > 1
-    for start, length in header.ranges:
-        if start < at or (several and not length):
-            raise BadMessage("the ranges of a stream do not follow each other")
-        at = start + length
-    if header.op is Op.READ and several:
+    end = end_of(header.ranges)
+    if header.op is not Op.WRITE and len(header.ranges) > 1:
         raise BadMessage(f"{len(header.ranges)} ranges of an extent are read at once")
-    if header.op is Op.WRITE and not (header.length <= header.comes <= header.total >= at):
+    if header.op is Op.WRITE and not (header.length <= header.comes <= header.total >= end):
         raise BadMessage("the ranges of a stream are not in its extent")
     return header
+
+
+def end_of(ranges: Ranges, at: int = 0) -> int:
+    """Return where ranges from `at` on end. Raises BadMessage if they do not follow each other."""
+    for start, length in ranges:
+        if start < at or (len(ranges) > 1 and not length):
+            raise BadMessage("the ranges of a stream do not follow each other")
+        at = start + length
+    return at
