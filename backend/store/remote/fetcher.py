@@ -15,9 +15,19 @@ import errno
 import logging
 import os
 import time
-from collections.abc import Awaitable, Callable, Collection, Container, Iterable, Iterator
+from collections.abc import (
+    Awaitable,
+    Callable,
+    Collection,
+    Container,
+    Coroutine,
+    Iterable,
+    Iterator,
+    Sequence,
+)
 from functools import partial
 from operator import itemgetter
+from typing import Any
 
 import trio
 
@@ -278,26 +288,30 @@ class Fetcher:
 
     # -- large -----------------------------------------------------------------------------------
 
-    async def _read_all(self, inode: Inode, into: FileRange) -> None:
+    def _read_all(self, inode: Inode, into: FileRange) -> Coroutine[Any, Any, None]:
         """Read all stripes concurrently. Raises Gone, Wrong, OSError."""
         stripes = inode.layout.stripes(inode.size)
         digests = by_stripe(inode.digests, stripes) if self._cluster.verify else []
+        read = partial(self._read_one, inode, into)
+        if digests:
+            read = partial(self._read_checked, inode, into, digests)
+        return read(0) if stripes == 1 else self._read_several(stripes, read)
 
-        async def read_one(stripe: int) -> None:
-            there = into.part(*inode.layout.span(inode.size, stripe))
-            whole = partial(self._read_from, Extent(inode.extent, stripe), 0, there)
-            await self._from_any(inode, stripe, (), whole)
-
-        async def read_checked(stripe: int) -> None:
-            await self._read_checked(inode, stripe, digests[stripe], into)
-
+    async def _read_several(
+        self, stripes: int, read: Callable[[int], Coroutine[Any, Any, None]]
+    ) -> None:
         with first_alone(Gone, OSError):
-            await for_each_stripe(stripes, read_checked if digests else read_one)
+            await for_each_stripe(stripes, read)
+
+    async def _read_one(self, inode: Inode, into: FileRange, stripe: int) -> None:
+        there = into.part(*inode.layout.span(inode.size, stripe))
+        whole = partial(self._read_from, Extent(inode.extent, stripe), 0, there)
+        await self._from_any(inode, stripe, (), whole)
 
     async def _read_checked(
-        self, inode: Inode, stripe: int, digest: bytes, into: FileRange
+        self, inode: Inode, into: FileRange, digests: Sequence[bytes], stripe: int
     ) -> None:
-        """Read a stripe until it has this digest. Raises Wrong."""
+        """Read a stripe until it has its digest. Raises Wrong."""
         offset, length = inode.layout.span(inode.size, stripe)
         there, extent = into.part(offset, length), Extent(inode.extent, stripe)
         wrong: set[int] = set()
@@ -305,7 +319,7 @@ class Fetcher:
             hashed = Stripe(there.fd, there.offset, length)
             read = partial(self._read_from, extent, 0, there, landed=hashed.landed)
             node = await self._from_any(inode, stripe, wrong, read)
-            if await hashed.finish() == digest:
+            if await hashed.finish() == digests[stripe]:
                 self.figures.checked_bytes += length
                 return
             self._report_wrong(inode, node, stripe, f" at {offset} to {offset + length}")

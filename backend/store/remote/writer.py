@@ -435,5 +435,8 @@ async def put_together(cluster: Cluster, transfers: Iterable[Transfer]) -> None:
 
 async def digests_of(fd: int, size: int, layout: Layout) -> bytes:
     """Return the digests for a version's record, of a file that holds the version's bytes."""
-    stripes = (Stripe(fd, *layout.span(size, each)) for each in range(layout.stripes(size)))
-    return b"".join([await stripe.finish() for stripe in stripes])
+    found = []
+    for stripe in range(layout.stripes(size)):
+        part = Stripe(fd, *layout.span(size, stripe))
+        found.append(await part.finish())
+    return b"".join(found)
