@@ -23,7 +23,7 @@ class Verdict(Enum):
 
 
 def verdict_on(digest: bytes, published: bytes) -> Verdict:
-    """Return the verdict on a copy with this digest; b"" is `published` if nothing is known."""
+    """Return the verdict on a copy with this digest; `published` is b"" if nothing is known."""
     if not published:
         return Verdict.UNKNOWN
     return Verdict.RIGHT if digest == published else Verdict.WRONG

@@ -38,7 +38,7 @@ RATE_WINDOW_S = 10.0
 
 
 class Copier:
-    """Copies at most `bytes_per_s` (0: unlimited) from nodes, as which `device` returns their numbers.
+    """Copies at most `bytes_per_s` (0: unlimited) from other nodes, which `device` returns.
     `copied_bytes` counts received bytes. `wrong` has also the extents that were kept although they are
     wrong, as no member in sync has them right."""
 

@@ -30,8 +30,7 @@ _EXTENTS_AT_ONCE = 8
 
 
 class _Question(NamedTuple):
-    """Whether a group may go from one configuration to the other; the extents that need not be looked at
-    again."""
+    """A change of a group's configuration that waits, and the extents that need not be looked at again."""
 
     config: GroupConfig
     step: GroupConfig

@@ -292,9 +292,7 @@ class Fetcher:
         """Read all stripes concurrently. Raises Gone, Wrong, OSError."""
         stripes = inode.layout.stripes(inode.size)
         digests = by_stripe(inode.digests, stripes) if self._cluster.verify else []
-        read = partial(self._read_one, inode, into)
-        if digests:
-            read = partial(self._read_checked, inode, into, digests)
+        read = partial(self._read_stripe, inode, into, digests)
         return read(0) if stripes == 1 else self._read_several(stripes, read)
 
     async def _read_several(
@@ -303,22 +301,20 @@ class Fetcher:
         with first_alone(Gone, OSError):
             await for_each_stripe(stripes, read)
 
-    async def _read_one(self, inode: Inode, into: FileRange, stripe: int) -> None:
-        there = into.part(*inode.layout.span(inode.size, stripe))
-        whole = partial(self._read_from, Extent(inode.extent, stripe), 0, there)
-        await self._from_any(inode, stripe, (), whole)
-
-    async def _read_checked(
+    async def _read_stripe(
         self, inode: Inode, into: FileRange, digests: Sequence[bytes], stripe: int
     ) -> None:
-        """Read a stripe until it has its digest. Raises Wrong."""
+        """Read a stripe, until it has its digest if there are any. Raises Wrong."""
         offset, length = inode.layout.span(inode.size, stripe)
         there, extent = into.part(offset, length), Extent(inode.extent, stripe)
         wrong: set[int] = set()
         while True:
             hashed = Stripe(there.fd, there.offset, length)
-            read = partial(self._read_from, extent, 0, there, landed=hashed.landed)
+            landed = hashed.landed if digests else nothing_landed
+            read = partial(self._read_from, extent, 0, there, landed=landed)
             node = await self._from_any(inode, stripe, wrong, read)
+            if not digests:
+                return
             if await hashed.finish() == digests[stripe]:
                 self.figures.checked_bytes += length
                 return
