@@ -70,20 +70,14 @@ def test_many_files_cost_few_commits_and_messages(here: Path, there: Path, follo
 def test_a_draft_of_the_client_takes_three_transactions(
     here: Path, there: Path, followed: bool
 ) -> None:
-    """One for the directory, one for its files, one for its name."""
+    """One for the directory, one for its files, one for its name; and one if a claim changes meanwhile."""
     if followed:
         often(lambda: (there / "final").exists())
         eventually(lambda: counters(there)["followed_directories"], "it follows the directory")
-    costs = []
     for number in range(3):
-        before = counters(here)["transactions"]
-        with draft(here / f"final{number}") as path:
+        with few_transactions(here, 5), draft(here / f"final{number}") as path:
             made = written(Path(path), FILES // 10)
-        costs.append(counters(here)["transactions"] - before)
         assert contents(there / f"final{number}") == made
-    assert min(costs) <= 3, (
-        costs
-    )  # on a busy machine it takes longer than files wait for each other
 
 
 def test_each_closed_file_is_seen_by_every_look_of_another_host(here: Path, there: Path) -> None:
