@@ -11,19 +11,24 @@ import math
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import ClassVar, Literal
+from typing import Annotated, ClassVar, Literal
 
+import msgspec
 import numpy as np
+from msgspec import Meta
 
 from .arithmetic import F32, F32_MAX, PART, ranges, scratch
 
 State = Mapping[str, F32]
 Option = float | bool
+_Number = Annotated[float, Meta(ge=-F32_MAX, le=F32_MAX)]
+_Positive = Annotated[float, Meta(ge=0, le=F32_MAX)]  # or 0
+_Share = Annotated[float, Meta(ge=0, lt=1)]
 
 
 @dataclass(frozen=True)
 class Rule(ABC):
-    """An update rule; its fields are its options.
+    """An update rule; its fields are its options, checked by `make_rule`.
 
     ``combine`` says what is made of the pushes of a plan before: their weighted sum, or their weighted
     mean. ``default_lr`` is the usual learning rate, None for a rule that has none and ignores ``lr``.
@@ -31,15 +36,6 @@ class Rule(ABC):
 
     combine: ClassVar[Literal["mean", "sum"]] = "mean"
     default_lr: ClassVar[float | None] = None
-    # The options that must not be negative, and what each is below.
-    limits: ClassVar[tuple[tuple[str, float], ...]] = ()
-
-    def __post_init__(self) -> None:
-        for name, below in self.limits:
-            value = getattr(self, name)
-            if not 0 <= value < below:
-                upper = "" if below == math.inf else f", below {below:g}"
-                raise ValueError(f"{name} is 0 or more{upper}, not {value:g}")
 
     @property
     def state(self) -> tuple[str, ...]:
@@ -112,14 +108,12 @@ class Sgd(Rule):
     """Stochastic gradient descent with momentum, as torch.optim.SGD does it."""
 
     default_lr = 1e-3
-    limits = (("momentum", math.inf), ("weight_decay", math.inf))
-    momentum: float = 0.0
-    dampening: float = 0.0
+    momentum: _Positive = 0.0
+    dampening: _Number = 0.0
     nesterov: bool = False
-    weight_decay: float = 0.0
+    weight_decay: _Positive = 0.0
 
     def __post_init__(self) -> None:
-        super().__post_init__()
         if self.nesterov and (self.momentum == 0 or self.dampening != 0):
             raise ValueError("nesterov needs a momentum, and a dampening of 0")
 
@@ -151,7 +145,7 @@ class DiLoCo(Sgd):
     of its own (Douillard et al. 2023, arXiv:2311.08105)."""
 
     default_lr = 0.7
-    momentum: float = 0.9
+    momentum: _Positive = 0.9
     nesterov: bool = True
 
 
@@ -160,11 +154,10 @@ class Adam(Rule):
     """Adam (Kingma and Ba 2015), as torch.optim.Adam does it; weight_decay is added to the gradient."""
 
     default_lr = 1e-3
-    limits = (("beta1", 1), ("beta2", 1), ("eps", math.inf), ("weight_decay", math.inf))
-    beta1: float = 0.9
-    beta2: float = 0.999
-    eps: float = 1e-8
-    weight_decay: float = 0.0
+    beta1: _Share = 0.9
+    beta2: _Share = 0.999
+    eps: _Positive = 1e-8
+    weight_decay: _Positive = 0.0
 
     @property
     def state(self) -> tuple[str, ...]:
@@ -198,7 +191,7 @@ class AdamW(Adam):
     """Adam whose weight decay acts on the parameters alone (Loshchilov and Hutter 2019), as
     torch.optim.AdamW does it."""
 
-    weight_decay: float = 0.01
+    weight_decay: _Positive = 0.01
 
     def _decay(self, lr: float, grad: F32, param: F32) -> F32:
         if self.weight_decay:
@@ -215,8 +208,7 @@ class Easgd(Rule):
     made of one worker's push (async), it has to be alpha itself.
     """
 
-    limits = (("beta", math.inf),)
-    beta: float = 0.9
+    beta: _Positive = 0.9
 
     def _update(self, update: int, lr: float, grad: F32, param: F32, state: State) -> None:
         _move_towards(param, grad, self.beta)
@@ -226,8 +218,7 @@ class Easgd(Rule):
 class Ema(Rule):
     """p = decay * p + (1 - decay) * g: an exponential moving average of pushes that are parameters."""
 
-    limits = (("decay", 1),)
-    decay: float = 0.999
+    decay: _Share = 0.999
 
     def _update(self, update: int, lr: float, grad: F32, param: F32, state: State) -> None:
         _move_towards(param, grad, 1 - self.decay)
@@ -256,21 +247,14 @@ def options_of(name: str) -> dict[str, Option]:
     return {field.name: getattr(rule, field.name) for field in dataclasses.fields(rule)}
 
 
-def _is_fp32(value: object) -> bool:
-    """Return whether a value is a number that is finite in fp32."""
-    return isinstance(value, (int, float)) and not isinstance(value, bool) and abs(value) <= F32_MAX
-
-
 def make_rule(name: str, options: Mapping[str, Option]) -> Rule:
     """Make a rule of RULES; options that are not given have their defaults. Raises ValueError for an
     unknown rule or option and for a value that makes no sense."""
     known = options_of(name)
-    for option, value in options.items():
-        if option not in known:
-            has = f"it has {', '.join(known)}" if known else "it has none"
-            raise ValueError(f"the rule {name} has no option {option!r}; {has}")
-        is_switch = isinstance(known[option], bool)
-        if not (isinstance(value, bool) if is_switch else _is_fp32(value)):
-            kind = "true or false" if is_switch else "a number of fp32"
-            raise ValueError(f"the option {option} of the rule {name} is {kind}, not {value!r}")
-    return RULES[name](**options)
+    if unknown := options.keys() - known.keys():
+        has = f"it has {', '.join(known)}" if known else "it has none"
+        raise ValueError(f"the rule {name} has no option {min(unknown)!r}; {has}")
+    try:
+        return msgspec.convert(options, RULES[name])
+    except msgspec.ValidationError as error:
+        raise ValueError(f"the options of the rule {name}: {error}") from None
