@@ -65,7 +65,7 @@ def _versions(directory: str, **options: int) -> Versions:
 
 def _versions_in(directory: str) -> dict[str, Any]:
     """Return what is told of the versions in a directory, the newest first."""
-    from ..client._versions import files_below
+    from ..client._drafts import files_below
 
     found, made = list[dict[str, Any]](), _versions(directory)
     for number in reversed(made.numbers()):

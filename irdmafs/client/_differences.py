@@ -10,10 +10,10 @@ from typing import TypeVar
 
 import numpy as np
 
+from ._drafts import files_below
 from ._dtypes import Array
 from ._files import FormatError
 from ._store import SAFETENSORS, Store
-from ._versions import files_below
 
 T = TypeVar("T")
 

@@ -13,8 +13,9 @@ import stat
 from collections.abc import Iterator, Mapping, Sequence
 from typing import NamedTuple
 
-from ._files import RENAME_EXCHANGE, StrPath, look_up, open_to_read, rename
+from ._files import NO_XATTR, RENAME_EXCHANGE, StrPath, look_up, open_to_read, rename
 
+_UNFINISHED_XATTR = "user.irdmafs.unfinished"
 _CLONE_XATTR = "user.irdmafs.clone"
 # A mount is asked to make so many files at a time; where it refuses, so many groups of them, by turns.
 _TOGETHER = 400
@@ -33,7 +34,8 @@ def draft(path: StrPath) -> Iterator[str]:
 
     On a mount in a cluster files are closed without waiting for the store nodes, and stored together;
     anywhere else it is a directory with another name. Raises OSError: NotADirectoryError if a file is at
-    ``path``; EINVAL for a path that ends in no name, such as "", which would be where the program is.
+    ``path``; EBUSY if a program of this host is still writing a file in it; EINVAL for a path that ends in
+    no name, such as "", which would be where the program is.
     """
     with _aside(path) as place:
         os.mkdir(place)
@@ -55,6 +57,7 @@ def _aside(path: StrPath) -> Iterator[str]:
     try:
         yield place
         try:
+            refuse_unfinished(place)
             rename(place, path)
         except OSError as error:
             if error.errno not in (errno.ENOTEMPTY, errno.EEXIST):
@@ -76,6 +79,26 @@ def remove(path: str) -> None:
     shutil.rmtree(path, ignore_errors=True)
     with contextlib.suppress(OSError):
         os.unlink(path)
+
+
+def refuse_unfinished(directory: str) -> None:
+    """Raise OSError EBUSY if a program of this host is still writing a file below a directory of a mount:
+    others would see it later, or as it is now."""
+    try:
+        ino = int(os.getxattr(directory, _UNFINISHED_XATTR))
+    except OSError as error:
+        if error.errno in NO_XATTR:
+            return
+        raise
+    if ino:
+        paths = (path for path in files_below(directory) if os.lstat(path).st_ino == ino)
+        name = os.path.relpath(next(paths, directory), directory)
+        raise OSError(errno.EBUSY, f"{name} is still being written", directory)
+
+
+def files_below(directory: str) -> list[str]:
+    """Return the paths of all that is below a directory and is no directory."""
+    return [os.path.join(at, name) for at, _, names in os.walk(directory) for name in names]
 
 
 class Cloned(NamedTuple):

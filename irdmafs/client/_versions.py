@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from . import _locks
-from ._drafts import Copying, new_name, remove
+from ._drafts import Copying, files_below, new_name, refuse_unfinished, remove
 from ._files import RENAME_NOREPLACE, StrPath, look_up, open_to_read, rename
 from ._waiting import Seen, wait
 
@@ -118,7 +118,8 @@ class Versions:
         Raises FileExistsError if the newest version is not ``expected``, so that of several writers who
         began with the same version one publishes; and OSError, after which nothing has changed, unless this
         host was cut off for so long that others may have published meanwhile (EIO). EPERM: the directory
-        is a part of a version, which stays whole; EINVAL: the versions are in it.
+        is a part of a version, which stays whole; EBUSY: a program of this host is still writing a file in
+        it; EINVAL: the versions are in it.
         """
         real = Path(directory).resolve()
         top = Path(self.directory)
@@ -143,6 +144,7 @@ class Versions:
                 newest = self.newest()
                 if newest >= number:
                     continue
+                refuse_unfinished(os.fsdecode(directory))
                 try:
                     # By this name it cannot be anything but a directory.
                     rename(os.path.join(directory, ""), self.path(number), RENAME_NOREPLACE)
@@ -376,11 +378,6 @@ def _is_directory(path: str) -> bool:
         return stat.S_ISDIR(os.stat(path).st_mode)
     except (FileNotFoundError, NotADirectoryError):
         return False
-
-
-def files_below(directory: str) -> list[str]:
-    """Return the paths of all that is below a directory and is no directory."""
-    return [os.path.join(at, name) for at, _, names in os.walk(directory) for name in names]
 
 
 def _fetch_beside(directory: str) -> Iterator[None]:

@@ -17,6 +17,7 @@ from ..backend.namespace import ROOT_INO
 from ..backend.pauses import Pauses
 from ..backend.store.api import TOGETHER_DIRECTORIES_MAX, TOGETHER_MAX
 from ..inline import detach
+from .content import State
 from .host import Host, OnHost
 from .nodes import Handle
 from .publishing import Publisher
@@ -92,6 +93,23 @@ class Drafts(OnHost):
                         nursery.start_soon(self._store_one, handle, limit, errors)
         if errors:
             raise errors[0]
+
+    def unfinished(self, directory: int) -> int:
+        """Return the inode of a file below a directory that a program has written and not closed, or 0."""
+        for handle in self._nodes.handles.values():
+            content = handle.content
+            if content is None or not handle.writing or handle.aborted:
+                continue
+            if (
+                self._is_below(content.ino, directory)
+                and not self._put_off.has_all(handle, content)
+                and (
+                    content.state in (State.NEW, State.REPLACING)
+                    or self._table.is_written(content, surely=True)
+                )
+            ):
+                return content.ino
+        return 0
 
     def _is_below(self, ino: int, directory: int) -> bool:
         """Return whether a file is below a directory, or is the file `directory` itself."""

@@ -42,6 +42,12 @@ class PutOff(OnHost):
             self.many.set()
         return True
 
+    def has_all(self, handle: Handle, content: Content) -> bool:
+        """Return whether nothing was appended to a file since its close or fsync was put off."""
+        if self.handles.get(content.ino) is not handle:
+            return False
+        return self._table.stat(content).st_size == self._sizes[content.ino]
+
     def stays(self, ino: int, directory: int) -> bool:
         """Return whether a file that gets a name in this directory is stored later all the same."""
         return ino in self.handles and self._is_held(directory)

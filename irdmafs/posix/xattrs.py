@@ -56,12 +56,15 @@ READ_INTO: Final = PREFIX + b"read_into"
 STATUS: Final = PREFIX + b"status"
 # Which store nodes keep a file, in a cluster.
 NODES: Final = PREFIX + b"nodes"
+# The number of a file below a directory that a program has written and not closed; 0 if there is none.
+UNFINISHED: Final = PREFIX + b"unfinished"
 VERSION: Final = PREFIX + b"version"
 # Reading it of a file gives a ticket for its version; setting it on a directory makes clones (clones.py).
 CLONE: Final = PREFIX + b"clone"
 VERSIONS: Final = PREFIX + b"versions"
 
-_TELLING = {CHANGES, TREE, STATUS, NODES, VERSION, VERSIONS, PREFETCH, USED_BYTES, USED_INODES}
+_TELLING = {CHANGES, TREE, STATUS, NODES, UNFINISHED, VERSION, VERSIONS, PREFETCH}
+_TELLING |= {USED_BYTES, USED_INODES}
 _OF_DIRECTORIES = {FOLLOW, ISOLATION, DRAFTS, AWAITS, AWAITS_TIMEOUT, *NAMES, *QUOTA_NAMES}
 # The attributes of array files (irdmafs.client), and those by which a directory rules everything below it.
 _KEPT = {PREFIX + b"dtype", PREFIX + b"shape", *_OF_DIRECTORIES}
@@ -171,6 +174,8 @@ class Xattrs(Part):
             counter = await self._count(found.ino, name, TREE, ctx)
             found = self._namespace.inode(found.ino)
             return _tree_below(self._namespace, found, counter, ctx.uid)
+        if name == UNFINISHED and found.is_dir:
+            return b"%d" % self._cache.drafts.unfinished(found.ino)
         if name == STATUS and found.ino == ROOT_INO:
             status = self._status()
             status["warnings"] += self._refusals.warnings()

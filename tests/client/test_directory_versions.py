@@ -4,7 +4,7 @@ import errno
 import json
 import os
 import threading
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, ExitStack
 from pathlib import Path
 from unittest.mock import Mock
 
@@ -190,6 +190,29 @@ def test_a_file_in_the_place_of_a_draft_is_removed(folder: Path) -> None:
     assert os.listdir(folder / ".drafts") == []
 
 
+def test_a_file_that_is_still_written_is_not_published(folder: Path) -> None:
+    """Others would see it later, and changed, in a version that is whole."""
+    versions = client.Versions(folder)
+    for drafted, published in (
+        (client.draft(folder / "model"), folder / "model"),
+        (versions.draft(), Path(versions.path(1))),
+    ):
+        with (
+            ExitStack() as files,
+            pytest.raises(OSError, match="sub/0 is still being written") as refused,
+            drafted as directory,
+        ):
+            Path(directory, "sub").mkdir()
+            fill(f"{directory}/sub", 1)
+            files.enter_context(open(f"{directory}/sub/0", "wb"))
+        assert refused.value.errno == errno.EBUSY
+        assert not published.exists()
+    with versions.draft() as directory, open(f"{directory}/log", "w") as log:
+        print("It is synced", file=log, flush=True)
+        os.fsync(log.fileno())
+    assert Path(versions.path(1), "log").read_text() == "It is synced\n"
+
+
 def test_what_is_old_goes_also_if_no_thread_can_be_started(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -289,7 +312,7 @@ def test_commands_publish_list_compare_hold_and_roll_back(folder: Path, tmp_path
     made.touch()
     assert one_line(irdmafs("publish", made, run)) == f"{made}/: Not a directory"
     aside = tmp_path / "aside"
-    assert one_line(irdmafs("publish", aside, run)) == f"{aside}/: No such file or directory"
+    assert one_line(irdmafs("publish", aside, run)) == f"{aside}: No such file or directory"
     aside.mkdir()
     other = irdmafs("publish", aside, run)
     assert one_line(other) == f"{aside}/: Not on the filesystem of {run}: copy it there"
