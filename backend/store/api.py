@@ -38,6 +38,8 @@ class Store(Protocol):
     # of a version must not be written then; on one host it is written in place. And files may not be on
     # this host, so `read_into` reads them.
     sends: bool = False
+    # So many bytes of files that are closed may wait to be published: there is room for others beside them.
+    may_wait_bytes: int = 0
     # The locks that other hosts see, too; None where there are no others.
     locks: "SharedLocks | None" = None
     # Tells how far the namespace may be believed; None where nobody else changes it.

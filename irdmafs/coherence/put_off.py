@@ -34,7 +34,7 @@ class PutOff(OnHost):
             return False
         size = self._table.stat(content).st_size
         total = self._bytes - self._sizes.get(inode.ino, 0) + size
-        if len(self.handles) >= _FILES_MAX or total > _BYTES_MAX:
+        if len(self.handles) >= _FILES_MAX or total > min(_BYTES_MAX, self._store.may_wait_bytes):
             return False
         self.handles[inode.ino], self._sizes[inode.ino], self._bytes = handle, size, total
         self.any.set()

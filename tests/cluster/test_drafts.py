@@ -274,6 +274,16 @@ def test_a_host_that_dies_leaves_whole_files_or_none(failing: Cluster, apart: Ap
     assert left.items() <= made.items()
 
 
+def test_what_waits_leaves_room_for_what_is_being_written() -> None:
+    """As without a draft: what is stored may leave the cache."""
+    with OneNodeMount(store_size="64M") as mount:
+        os.setxattr(mount.path, "user.irdmafs.drafts", b"*.tmp")
+        (mount.path / "a.tmp").mkdir()
+        made = written(mount.path / "a.tmp", 20, 4 * MIB)
+        (mount.path / "a.tmp").rename(mount.path / "a")
+        assert contents(mount.path / "a") == made
+
+
 def test_a_rename_fails_until_what_is_in_the_draft_can_be_stored() -> None:
     with Cluster(Plan(nodes=2, store_bytes=48 * MIB, cache_bytes=256 * MIB)) as cluster:
         one, other = (mount.path for mount in cluster.mounts)

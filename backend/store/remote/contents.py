@@ -58,9 +58,11 @@ class Contents(ExtentStore, Pinned):
         self.kept_bytes = 0
         self.evictions = 0
         below = self.statvfs()
-        share = int(below.f_blocks * below.f_frsize * _KEPT_SHARE)
+        room = below.f_blocks * below.f_frsize
         cache_size = member.config.mount.cache_size
-        self._limit_bytes = share if cache_size is None else cache_size
+        self._limit_bytes = int(room * _KEPT_SHARE) if cache_size is None else cache_size
+        # The room for working copies.
+        self.working_bytes = room - self._limit_bytes
         member.changes.content_listeners.append(self._lost_by)
 
     def close(self) -> None:

@@ -136,6 +136,7 @@ class RemoteStore:
         self.allocate, self.publish = publisher.allocate, publisher.publish
         self.publish_together = publisher.publish_together
         self.send_ahead = publisher.send_ahead
+        self.may_wait_bytes = contents.working_bytes // 2
         self.holds_alone, self.showing = cluster.claims.is_exclusive, cluster.claims.showing
         self.may_have_published = publisher.may_have_published
         self.bring, self.read_into = versions.bring, versions.read_into
