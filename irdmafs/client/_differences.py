@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import filecmp
 import os
+import stat
 from collections.abc import Callable, Iterator
 from typing import TypeVar
 
@@ -44,10 +45,16 @@ def _compared(
 
 
 def _are_equal(old: str, new: str) -> bool:
-    """Return whether two names lead to the same: links to the same place, files of the same bytes."""
-    if os.path.islink(old) or os.path.islink(new):
-        return os.path.islink(old) == os.path.islink(new) and os.readlink(old) == os.readlink(new)
-    return os.path.samefile(old, new) or filecmp.cmp(old, new, shallow=False)
+    """Return whether two names are the same: links to the same place, files of the same bytes, or FIFOs,
+    sockets or devices of one kind."""
+    before, after = os.lstat(old), os.lstat(new)
+    kind = stat.S_IFMT(before.st_mode)
+    if (kind, before.st_rdev) != (stat.S_IFMT(after.st_mode), after.st_rdev):
+        return False
+    if kind == stat.S_IFLNK:
+        return os.readlink(old) == os.readlink(new)
+    is_same = kind != stat.S_IFREG or os.path.samestat(before, after)
+    return is_same or filecmp.cmp(old, new, shallow=False)
 
 
 def _have_equal_bytes(one: Array, other: Array) -> bool:

@@ -172,7 +172,7 @@ def open_to_read(
             # Opening a FIFO would wait for its writer.
             fd = look_up(os.open, path, flags | os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
         except OSError as error:
-            if error.errno not in (errno.ENOTDIR, errno.ELOOP):
+            if error.errno not in (errno.ENOTDIR, errno.ELOOP, errno.ENXIO):
                 raise
             raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), path) from error
         try:

@@ -63,8 +63,7 @@ VERSION: Final = PREFIX + b"version"
 CLONE: Final = PREFIX + b"clone"
 VERSIONS: Final = PREFIX + b"versions"
 
-_TELLING = {CHANGES, TREE, STATUS, NODES, UNFINISHED, VERSION, VERSIONS, PREFETCH}
-_TELLING |= {USED_BYTES, USED_INODES}
+_TELLING = {CHANGES, TREE, STATUS, NODES, VERSION, VERSIONS, PREFETCH, USED_BYTES, USED_INODES}
 _OF_DIRECTORIES = {FOLLOW, ISOLATION, DRAFTS, AWAITS, AWAITS_TIMEOUT, *NAMES, *QUOTA_NAMES}
 # The attributes of array files (irdmafs.client), and those by which a directory rules everything below it.
 _KEPT = {PREFIX + b"dtype", PREFIX + b"shape", *_OF_DIRECTORIES}

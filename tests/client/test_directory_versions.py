@@ -3,6 +3,7 @@
 import errno
 import json
 import os
+import stat
 import threading
 from contextlib import AbstractContextManager, ExitStack
 from pathlib import Path
@@ -236,6 +237,18 @@ def test_a_reader_waits_for_a_newer_version(here: Path, there: Path) -> None:
     assert seen == sorted(set(seen))
     with pytest.raises(TimeoutError), reader.hold(newer_than=10, timeout=0.01):
         pass
+
+
+def test_a_version_may_have_files_of_all_kinds(folder: Path) -> None:
+    versions = client.Versions(folder)
+    for kinds in ((stat.S_IFIFO, stat.S_IFSOCK), (stat.S_IFIFO, stat.S_IFSOCK), (0, stat.S_IFIFO)):
+        with versions.draft() as directory:
+            os.symlink("nowhere", f"{directory}/link")
+            for number, kind in enumerate(kinds):
+                os.mknod(f"{directory}/{number}", kind | 0o600)
+    with versions.hold(2, local=True) as version:
+        assert sorted(os.listdir(version.path)) == ["0", "1", "link"]
+    assert [irdmafs("diff", folder, "2", new).stdout for new in ("1", "3")] == ["", "~ 0\n~ 1\n"]
 
 
 PUBLISH = """
