@@ -207,6 +207,7 @@ class Claims(RecordKeeper):
                 changes.append(_claim(one, lease, exclusive=self._may_be_exclusive(one)))
         for _, _, ino in commit.names if self._showing else ():
             if ino in self._showing and self.exclusive.get(ino) == lease:
+                taken.append(ino)
                 changes.append(_claim(ino, lease, exclusive=False))
                 self._looks.begin(ino)
         made = commit.new if commit.new is not None and commit.new.is_dir else None
