@@ -17,7 +17,7 @@ from safetensors.numpy import load_file
 sys.path.append(str(EXAMPLES))
 from _step_time import Cluster, Work, step_time
 
-# Of speedup.py: half the steps that its usual accuracy takes.
+# speedup.py reaches it in half the steps that its usual accuracy takes.
 BRIEF = ("--sample-ms=0.1", "--accuracy=0.7")
 
 run = pytest.fixture(scope="module")(examples)
