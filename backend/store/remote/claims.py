@@ -240,8 +240,7 @@ class Claims(RecordKeeper):
                 self.tell()  # somebody may want one already
 
     def has_draft(self, directory: int) -> bool:
-        """Return whether a directory is a draft of which this mount has an exclusive claim, most likely
-        until it is published."""
+        """Return whether a directory is a draft that this mount made with an exclusive claim."""
         return directory in self._born and self._is_draft(directory)
 
     def _is_draft(self, directory: int) -> bool:
