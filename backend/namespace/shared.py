@@ -48,9 +48,8 @@ _GAP_MAX = 8
 _SOURCES_MAX = 40
 # Larger changes are not deferred.
 _DEFERRED_BYTES_MAX = 8192
-# The directory and the name, of an entry of Commit.names; the directory, of one of Commit.times.
+# The directory and the name, of an entry of Commit.names.
 _NAME_OF: Final = itemgetter(0, 1)
-_NUMBER_IN: Final = itemgetter(0)
 
 
 class SharedCommitter:
@@ -305,22 +304,21 @@ class SharedCommitter:
         names."""
         tree, kept = self._tree, list[int]()
         revisions = [*starmap(tree.name_revision, map(_NAME_OF, commit.names))]
-        for inode in commit.inodes:
-            if inode.revision or inode is commit.new:
-                continue
+        new = [one for one in commit.inodes if not one.revision and one is not commit.new]
+        if new:
             changed = set(map(_NAME_OF, commit.names))
-            names = tree.names_of(inode.ino)
-            if names:
-                kept.append(inode.ino)
-            for name in names:
-                if name in changed or tree.name_revision(*name):
-                    continue
-                parent = name[0]
-                commit.names = [*commit.names, (*name, inode.ino)]
-                revisions.append(0)
-                commit.within = {*commit.within, parent}
-                if parent not in map(_NUMBER_IN, commit.times):
-                    commit.times = [*commit.times, (parent, tree.inodes[parent].mtime_ns)]
+            names, times, within = [*commit.names], dict(commit.times), {*commit.within}
+            for inode in new:
+                known = tree.names_of(inode.ino)
+                if known:
+                    kept.append(inode.ino)
+                for name in known:
+                    if name not in changed and not tree.name_revision(*name):
+                        names.append((*name, inode.ino))
+                        revisions.append(0)
+                        within.add(name[0])
+                        times.setdefault(name[0], tree.inodes[name[0]].mtime_ns)
+            commit.names, commit.times, commit.within = names, [*times.items()], within
         commit.kept, commit.revisions = kept, revisions
 
     def _forget_former(self, commit: Commit, touched: Sequence[tuple[int, bytes | None]]) -> None:

@@ -80,7 +80,7 @@ class Drafts(OnHost):
         await detach()
         async with self._storing:
             wanted = [each for each in wanted if put_off.handles.get(each.node.ino) is each]
-            together = [*filter(self._goes_with_others, wanted)]
+            together = dict.fromkeys(filter(self._goes_with_others, wanted))
             for some in self._batches(together):
                 await self._store_together(some)
             errors: list[OSError] = []
