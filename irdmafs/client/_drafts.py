@@ -6,6 +6,7 @@ from __future__ import annotations
 import contextlib
 import errno
 import json
+import logging
 import os
 import secrets
 import shutil
@@ -14,6 +15,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 from ._files import NO_XATTR, RENAME_EXCHANGE, StrPath, look_up, open_to_read, rename
+
+log = logging.getLogger(__name__)
 
 _UNFINISHED_XATTR = "user.irdmafs.unfinished"
 _CLONE_XATTR = "user.irdmafs.clone"
@@ -48,12 +51,8 @@ def _aside(path: StrPath) -> Iterator[str]:
     parent, name = os.path.split(os.fsdecode(path).rstrip("/"))
     if name in ("", os.curdir, os.pardir):
         raise OSError(errno.EINVAL, "It names no directory to make", path)
-    parent = os.path.abspath(parent)
-    path, place, owner = (
-        os.path.join(parent, name),
-        os.path.join(parent, new_name(name)),
-        os.getpid(),
-    )
+    path = os.path.join(os.path.abspath(parent), name)
+    place, owner = os.path.join(os.path.dirname(path), new_name(name)), os.getpid()
     try:
         yield place
         try:
@@ -75,10 +74,18 @@ def new_name(of: str) -> str:
 
 
 def remove(path: str) -> None:
-    """Remove a file or a directory with all that is in it, if it is there, as far as that is possible."""
-    shutil.rmtree(path, ignore_errors=True)
-    with contextlib.suppress(OSError):
-        os.unlink(path)
+    """Remove a file, or a directory with all that is in it as far as that is possible, if it is there. What
+    stays is logged."""
+    try:
+        if stat.S_ISDIR(os.lstat(path).st_mode):
+            shutil.rmtree(path, ignore_errors=True)
+            os.rmdir(path)  # fails: it has gone, or the error says why not
+        else:
+            os.unlink(path)
+    except FileNotFoundError:
+        pass
+    except OSError as error:
+        log.warning("%s stays: %s", path, error)
 
 
 def refuse_unfinished(directory: str) -> None:

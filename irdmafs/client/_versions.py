@@ -228,7 +228,7 @@ class Versions:
                             # In one change: nobody sees a part of it, and no host that was cut off
                             # publishes the rest.
                             rename(path, aside)
-                            rest.callback(_remove, aside)
+                            rest.callback(remove, aside)
                     if not is_used:
                         rest.push(locked.pop_all())
                         rest.callback(self._unlink_held, name)
@@ -358,18 +358,6 @@ def _in_thread(work: Callable[[], None]) -> threading.Thread | None:
         work()
         return None
     return thread
-
-
-def _remove(path: str) -> None:
-    try:
-        if stat.S_ISDIR(os.lstat(path).st_mode):
-            shutil.rmtree(path)
-        else:
-            os.unlink(path)
-    except FileNotFoundError:
-        log.debug("%s is being removed by another program, too", path)
-    except OSError as error:
-        log.warning("%s stays: %s", path, error)
 
 
 def _is_directory(path: str) -> bool:
