@@ -25,7 +25,7 @@ import logging
 import time
 from collections import Counter
 from collections.abc import Awaitable, Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from itertools import islice
 from typing import NamedTuple
 
@@ -41,7 +41,7 @@ from ...namespace.drafts import is_draft
 from ...namespace.inode import inode_key
 from ...observe.logs import log_failure
 from ...pauses import Rests
-from .leases import REST_MAX_S, REST_S, Leases
+from .leases import REST_MAX_S, REST_S, Leases, counted
 from .member import Member
 
 log = logging.getLogger(__name__)
@@ -428,16 +428,10 @@ class Claims(RecordKeeper):
         finally:
             self._ending.difference_update(directories)
 
-    @contextmanager
-    def showing(self, directory: int) -> Iterator[None]:
+    def showing(self, directory: int) -> AbstractContextManager[None]:
         """Defer nothing in a directory meanwhile. The transaction that gives it a name makes an exclusive
         claim an ordinary one: others are about to look there."""
-        self._showing[directory] += 1
-        try:
-            yield
-        finally:
-            self._showing[directory] -= 1
-            self._showing = +self._showing
+        return counted(self._showing, directory)
 
     def _share_soon(self, directory: int) -> None:
         """Begin to make an exclusive claim an ordinary one: others look there."""

@@ -17,7 +17,7 @@ import logging
 import time
 from collections import Counter
 from collections.abc import Awaitable, Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from functools import partial
 
 import trio
@@ -71,6 +71,18 @@ class _Interest:
     @property
     def is_worth_following(self) -> bool:
         return self.opens >= _OPENS_PER_CHANGE * (self.changes - _CHANGES_FREE)
+
+
+@contextmanager
+def counted(calls: Counter[int], directory: int) -> Iterator[None]:
+    """Count a call for a directory meanwhile; those for which there is none are not in `calls`."""
+    calls[directory] += 1
+    try:
+        yield
+    finally:
+        calls[directory] -= 1
+        if not calls[directory]:
+            del calls[directory]
 
 
 class Leases:
@@ -175,15 +187,9 @@ class Leases:
         """Return whether this mount follows the directory itself."""
         return self._held.get(directory) == self._session.lease
 
-    @contextmanager
-    def keeping(self, directory: int) -> Iterator[None]:
+    def keeping(self, directory: int) -> AbstractContextManager[None]:
         """Go on following a directory meanwhile, if it is followed."""
-        self._kept[directory] += 1
-        try:
-            yield
-        finally:
-            self._kept[directory] -= 1
-            self._kept = +self._kept
+        return counted(self._kept, directory)
 
     def is_followed_by_others(self, directory: int, *, alone: bool = False) -> bool:
         """Return whether other mounts follow the directory or, unless it `alone` counts, one above it."""
