@@ -22,7 +22,7 @@ from .arithmetic import F32, F32_MAX, PART, ranges, scratch
 State = Mapping[str, F32]
 Option = float | bool
 _Number = Annotated[float, Meta(ge=-F32_MAX, le=F32_MAX)]
-_Positive = Annotated[float, Meta(ge=0, le=F32_MAX)]  # or 0
+_NotNegative = Annotated[float, Meta(ge=0, le=F32_MAX)]
 _Share = Annotated[float, Meta(ge=0, lt=1)]
 
 
@@ -108,10 +108,10 @@ class Sgd(Rule):
     """Stochastic gradient descent with momentum, as torch.optim.SGD does it."""
 
     default_lr = 1e-3
-    momentum: _Positive = 0.0
+    momentum: _NotNegative = 0.0
     dampening: _Number = 0.0
     nesterov: bool = False
-    weight_decay: _Positive = 0.0
+    weight_decay: _NotNegative = 0.0
 
     def __post_init__(self) -> None:
         if self.nesterov and (self.momentum == 0 or self.dampening != 0):
@@ -145,7 +145,7 @@ class DiLoCo(Sgd):
     of its own (Douillard et al. 2023, arXiv:2311.08105)."""
 
     default_lr = 0.7
-    momentum: _Positive = 0.9
+    momentum: _NotNegative = 0.9
     nesterov: bool = True
 
 
@@ -156,8 +156,8 @@ class Adam(Rule):
     default_lr = 1e-3
     beta1: _Share = 0.9
     beta2: _Share = 0.999
-    eps: _Positive = 1e-8
-    weight_decay: _Positive = 0.0
+    eps: _NotNegative = 1e-8
+    weight_decay: _NotNegative = 0.0
 
     @property
     def state(self) -> tuple[str, ...]:
@@ -191,7 +191,7 @@ class AdamW(Adam):
     """Adam whose weight decay acts on the parameters alone (Loshchilov and Hutter 2019), as
     torch.optim.AdamW does it."""
 
-    weight_decay: _Positive = 0.01
+    weight_decay: _NotNegative = 0.01
 
     def _decay(self, lr: float, grad: F32, param: F32) -> F32:
         if self.weight_decay:
@@ -208,7 +208,7 @@ class Easgd(Rule):
     made of one worker's push (async), it has to be alpha itself.
     """
 
-    beta: _Positive = 0.9
+    beta: _NotNegative = 0.9
 
     def _update(self, update: int, lr: float, grad: F32, param: F32, state: State) -> None:
         _move_towards(param, grad, self.beta)
