@@ -70,12 +70,13 @@ def test_many_files_cost_few_commits_and_messages(here: Path, there: Path, follo
 def test_a_draft_of_the_client_takes_three_transactions(
     here: Path, there: Path, followed: bool
 ) -> None:
-    """One for the directory, one for its files, one for its name; and one if a claim changes meanwhile."""
+    """One for the directory, one for its files, one for its name; claims may change meanwhile."""
     if followed:
         often(lambda: (there / "final").exists())
         eventually(lambda: counters(there)["followed_directories"], "it follows the directory")
     for number in range(3):
-        with few_transactions(here, 5), draft(here / f"final{number}") as path:
+        few = few_transactions(here, 5, of_leases=False)
+        with few, draft(here / f"final{number}") as path:
             made = written(Path(path), FILES // 10)
         assert contents(there / f"final{number}") == made
 
