@@ -7,7 +7,7 @@ from contextlib import ExitStack, suppress
 from pathlib import Path
 
 import pytest
-from harness.claims import few_transactions, often
+from harness.claims import few_transactions, often, transactions
 from harness.cluster_mount import OneNodeMount
 from harness.clusters import Apart, Cluster, Plan, counters, status_at
 from harness.errors import fails_with
@@ -70,15 +70,19 @@ def test_many_files_cost_few_commits_and_messages(here: Path, there: Path, follo
 def test_a_draft_of_the_client_takes_three_transactions(
     here: Path, there: Path, followed: bool
 ) -> None:
-    """One for the directory, one for its files, one for its name; claims may change meanwhile."""
+    """One for the directory, one for its files, one for its name. The mount may have others to do
+    meanwhile, as for claims: the draft that cost the fewest tells."""
+    costs = []
     if followed:
         often(lambda: (there / "final").exists())
         eventually(lambda: counters(there)["followed_directories"], "it follows the directory")
-    for number in range(3):
-        few = few_transactions(here, 5, of_leases=False)
-        with few, draft(here / f"final{number}") as path:
+    for number in range(5):
+        before = transactions(here)
+        with draft(here / f"final{number}") as path:
             made = written(Path(path), FILES // 10)
+        costs.append(transactions(here) - before)
         assert contents(there / f"final{number}") == made
+    assert min(costs) <= 3, costs
 
 
 def test_each_closed_file_is_seen_by_every_look_of_another_host(here: Path, there: Path) -> None:

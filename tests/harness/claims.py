@@ -21,22 +21,20 @@ def claimed(place: ClusterMount | Path) -> int:
     return int(counters(place)["claimed_directories"])
 
 
+def transactions(place: ClusterMount | Path) -> int:
+    """Return the transactions of a mount, without those about directories that it follows."""
+    found = counters(place)
+    return int(found["transactions"] - found["lease_transactions"])
+
+
 @contextmanager
-def few_transactions(
-    place: ClusterMount | Path, most: int, *, of_leases: bool = True
-) -> Iterator[None]:
+def few_transactions(place: ClusterMount | Path, most: int) -> Iterator[None]:
     """Have a block cost fewer transactions of a mount than `most`, and four more in each 0.8 s: contents
-    and names do not wait longer, and their directories' claims and followers cost some, too. `of_leases`:
-    also count those about directories that the mount follows."""
-
-    def spent() -> int:
-        found = counters(place)
-        return int(found["transactions"] - (0 if of_leases else found["lease_transactions"]))
-
-    before, began_s = spent(), time.monotonic()
+    and names do not wait longer, and their directories' claims and followers cost some, too."""
+    before, began_s = counters(place)["transactions"], time.monotonic()
     yield
     rounds = int((time.monotonic() - began_s) / 0.8)
-    cost = spent() - before
+    cost = counters(place)["transactions"] - before
     assert cost < most + 4 * rounds, f"{cost} transactions in {rounds} rounds of 0.8 s"
 
 
