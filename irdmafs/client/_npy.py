@@ -52,7 +52,7 @@ def encode(array: Source) -> Iterator[Any]:
     if header.tell() > _HEADER_MAX_BYTES // 4:
         raise ValueError(f"the type of the array takes {header.tell()} bytes to describe")
     data = buffers(array.T if fortran_order else array, array.dtype)
-    return chain([header.getbuffer()], data)
+    return chain([memoryview(header.getvalue())], data)
 
 
 def layout(path: str, read: Callable[[int], bytes], size: int) -> Layout:
