@@ -92,6 +92,8 @@ class Catalog:
         self._unnamed: dict[int, set[int]] = {}  # content -> stripes that are here
         # Contents found without a name whose loss of it was not seen here.
         self._found_unnamed: set[int] = set()
+        # Contents that lost a name which may not have been their writers': they may yet be published.
+        self._doubted: set[int] = set()
         self._gone: dict[int, None] = {}  # contents, the oldest first
         # Groups that this node has left, and may have extents of: since when, and if it saw itself leave.
         self._left: dict[int, tuple[float, bool]] = {}
@@ -104,12 +106,14 @@ class Catalog:
         return content in self._named
 
     def is_published(self, content: int) -> bool:
-        """Return whether a content of an open session was published. A mount that is kept to a subvolume
-        can name there what is another's, and not published yet."""
-        if content not in self._named:
-            return False
-        session, home = session_of(content), subvolume_of(self.ino_of(content))
-        return home == ROOT_INO or home in map(self._kept_to, self._members.leases_of(session))
+        """Return whether a content was published, or will be no more: its session is over. A mount that is
+        kept to a subvolume can name there what is another's, and not published yet."""
+        home = subvolume_of(self.ino_of(content))
+        if home == ROOT_INO:
+            return content in self._named
+        session = session_of(content)
+        leases = self._members.leases_of(session)
+        return home in map(self._kept_to, leases) or (not leases and session <= self._revision)
 
     def figures(self) -> CatalogFigures:
         return CatalogFigures(
@@ -187,7 +191,7 @@ class Catalog:
     def load(self, records: Sequence[KeyValue], revision: int) -> None:
         """Take the whole content of our prefixes, at first or after a gap in the watch."""
         self._revision = revision
-        before = set(self._named)
+        before = {*filter(self.is_published, self._named)}
         for index in (self._by_ino, self._named, self._pins):
             index.clear()
         for record in records:
@@ -239,6 +243,7 @@ class Catalog:
     def _name(self, named: Named) -> None:
         self._named.name(named)
         self._found_unnamed.discard(named.content)
+        self._doubted.discard(named.content)
         if self._begun and named.content in self.files.quarantine.stripes:
             self._bring_back(named.content)
         stripes: Iterable[int] = self._unnamed.pop(named.content, ())
@@ -270,13 +275,17 @@ class Catalog:
 
     def _unname(self, named: Named) -> bool:
         """Note that an inode names a content no more. Return False if another inode names it."""
+        content = named.content
+        was_published = self.is_published(content)
         if not self._named.unname(named):
             return False
-        content = named.content
-        self._remember_gone(content)
         here = {stripe for stripe in range(named.stripes) if Extent(content, stripe) in self.files}
         if here:
             self._unnamed[content] = here
+        if was_published:
+            self._remember_gone(content)
+        elif here:
+            self._doubted.add(content)
         return True
 
     def _take_pin(self, content: int, lease: int, held: bool) -> Sequence[int]:
@@ -427,10 +436,12 @@ class Catalog:
     def _reconsider(self, content: int, *, may_be_pending: bool = True) -> None:
         if not self._begun or content not in self._unnamed or content in self._pins:
             return
-        if not (may_be_pending and self.may_store(content)):
+        is_doubted = content in self._doubted
+        if is_doubted or not (may_be_pending and self.may_store(content)):
             let_go = self._free
-            if content in self._found_unnamed:
-                self._found_unnamed.remove(content)
+            if is_doubted or content in self._found_unnamed:
+                self._found_unnamed.discard(content)
+                self._doubted.discard(content)
                 let_go = self.files.set_aside
             for stripe in self._unnamed.pop(content):
                 let_go(Extent(content, stripe))

@@ -190,6 +190,34 @@ def test_a_forged_name_in_another_subvolume_takes_no_extent(world: World, forged
         assert [*world.files] == [extent]
 
 
+@pytest.mark.parametrize("is_pinned", [False, True])
+def test_a_forged_name_that_goes_again_takes_no_extent(world: World, is_pinned: bool) -> None:
+    """It is kept where it costs no room: nobody knows if it was forged, or its writer's and superseded."""
+    content, forged = world.session(5) << 24 | 1, SUBVOLUMES[0] + 1
+    for _ in range(2):
+        world.name(forged, content, 100, Layout(2))
+        world.delete(forged)
+        world.keep(content)
+    if is_pinned:
+        world.pin(content, 3)
+    world.name(forged, content, 100, Layout(2))
+    world.delete(forged)
+    assert world.has(content) == is_pinned
+    if is_pinned:
+        world.unpin(content, 3)
+    assert [*world.files.quarantine] == [Extent(content, 0)]
+    world.name(9, content, 100, Layout(2))
+    assert world.has(content)
+    later = world.revision + 4 << 24 | 1
+    world.name(forged, later, 100, Layout(2))
+    world.delete(forged)
+    world.name(forged, content + 1, 100, Layout(2))
+    assert world.session(6) == later >> 24
+    world.records.pop(key_of(b"i", forged))
+    world.reload()
+    assert world.catalog.may_store(content + 1) and world.catalog.may_store(later)
+
+
 def test_what_its_writer_gives_up_is_freed_even_if_it_arrives_later(world: World) -> None:
     content = world.session(5) << 24 | 1
     world.keep(content)

@@ -21,7 +21,7 @@ from test_rights import allowed_writes
 
 from irdmafs import client
 from irdmafs.backend.cluster.lease import Session
-from irdmafs.backend.kv import Put
+from irdmafs.backend.kv import Delete, Put
 from irdmafs.backend.model import records
 from irdmafs.backend.model.lock_claims import Entry, entry_key, guard_key
 from irdmafs.backend.namespace.inode import ROOT_INO, Inode, inode_key, name_key, time_key
@@ -187,7 +187,7 @@ def test_without_its_directory_a_mount_is_refused(made: Cluster, whole: Path) ->
     renewed.close()
 
 
-async def forge(cluster: Cluster, *puts: Put) -> None:
+async def forge(cluster: Cluster, *puts: Put | Delete) -> None:
     """Write records with the certificate of the mount that is kept to models/."""
     async with cluster.engine("mount", "mount-trainer") as engine:
         await engine.transact((), puts)
@@ -226,6 +226,7 @@ async def test_a_forged_content_is_not_freed_for_who_has_it(made: Cluster, whole
 async def test_contents_it_names_first_are_published_by_writers(made: Cluster, whole: Path) -> None:
     give(made, "tenant", "apart")
     tenant = made.add_mount(certificate="mount-tenant").path
+    written = ("after", "later", "last")
     for directory, first in ((whole / "others", 1 << 31), (tenant / "apart", 1 << 32)):
         (directory / "before").write_bytes(b"b")
         inode = Inode.decode(0, record_of(made, directory / "before"), 1)
@@ -236,12 +237,15 @@ async def test_contents_it_names_first_are_published_by_writers(made: Cluster, w
             forged = os.stat(whole / "models").st_ino + first + number
             puts.append(Put(inode_key(forged), inode.encode()))
         await forge(made, *puts)
-        (directory / "after").write_bytes(b"a" * 300_000)
+        await forge(made, *(Delete(put.key) for put in puts[:2]))
+        for name in written:
+            (directory / name).write_bytes(b"a" * 300_000)
+        await forge(made, *(Delete(put.key) for put in puts[2:]))
     made.nodes[0].terminate()
     made.nodes[0].start()
     made.wait_healthy()
     fresh = made.add_mount()
-    for path in ("others/after", "apart/after"):
+    for path in (f"{directory}/{name}" for directory in ("others", "apart") for name in written):
         assert (fresh.path / path).read_bytes() == b"a" * 300_000
     made.remove_mount()
     made.remove_mount()
