@@ -33,8 +33,9 @@ NO_LAYOUT = Layout()
 # Shared by all inodes without xattrs; replaced, never changed in place.
 NO_XATTRS: dict[bytes, bytes] = {}
 
-# 16 TiB in stripes of 64 MiB. Mounts cut files into far fewer (records.STRIPES_MAX), and did not always.
-_STRIPES_MAX = 1 << 18
+# Nodes look for each stripe, so a few bytes that say there are many cost them much. Mounts cut files into
+# fewer (records.STRIPES_MAX), and did not always.
+_STRIPES_MAX = 512
 
 # Bytes: a path, and the digests of a version's parts (see store.digest).
 _TARGET_MAX = 4096
