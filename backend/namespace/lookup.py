@@ -32,6 +32,7 @@ from .inode import (
     name_key,
     nearest_time,
     time_key,
+    upwards,
 )
 
 _HEADER: Final = struct.Struct(">QQIIB")
@@ -158,17 +159,27 @@ class Names:
 
     def path_of(self, directory: int) -> bytes:
         """Return the path of a directory from the root, which is b"". Raises ENOENT if it was removed."""
-        names, inodes = list[bytes](), self.inodes
-        try:
-            while directory != ROOT_INO:
-                inode = inodes[directory]
-                if not inode.nlink or not inode.name:
-                    raise fail(errno.ENOENT)
-                names.append(b"/" + inode.name)
-                directory = inode.parent
-        except KeyError:
-            raise fail(errno.ENOENT) from None
-        return b"".join(reversed(names))
+        names = list[bytes]()
+        for inode in upwards(self.inodes, directory):
+            if inode.ino == ROOT_INO:
+                return b"".join(reversed(names))
+            if not inode.nlink or not inode.name:
+                break
+            names.append(b"/" + inode.name)
+        raise fail(errno.ENOENT)
+
+    def is_in_place(self, directory: int, elsewhere: set[int]) -> bool:
+        """Return whether a directory has a path. `elsewhere`: those of which it is known that they have
+        none. They get company."""
+        passed = set[int]()
+        for inode in upwards(self.inodes, directory):
+            if inode.ino == ROOT_INO:
+                return True
+            passed.add(inode.ino)
+            if inode.ino in elsewhere or not inode.nlink or not inode.name:
+                break
+        elsewhere |= passed
+        return False
 
     def describe(self, ino: int) -> str:
         """Return the path of an inode from the root of the filesystem, for messages."""

@@ -164,8 +164,9 @@ class Tree(Names):
                 self._let_go(self.inodes[ino])
         if self._linked_directories:
             self._refuse_misplaced()
-        while self._waiting and self._takes_one_that_waits():
-            self._refuse_misplaced()
+        if self._waiting and self._concern_directories({inode.ino for inode, _ in inodes}):
+            while self._takes_one_that_waits():
+                self._refuse_misplaced()
         self.inodes.write()
         self.records.commit()
         before = self.inodes.settle()
@@ -187,18 +188,27 @@ class Tree(Names):
             if ino in self.inodes and not self.inodes[ino].name:
                 self.inodes.changing(ino).parent = 0
 
+    def _concern_directories(self, changed: set[int]) -> bool:
+        """Return whether the newest change of names, or of these inodes, is one of a directory or of an
+        inode for which a name waits."""
+        concerned = changed.union(*(led[2:] for led in self._led))
+        known = filter(None, map(self.inodes.get, concerned))
+        waits = any(ino in concerned for ino, _ in self._waiting.values())
+        return waits or any(inode.is_dir for inode in known)
+
     def _takes_one_that_waits(self) -> bool:
         """Have a name that waits for it lead to its inode, if that is a directory without a name, or none
         at all, and the name is in a directory in its place. Return whether there was one."""
+        elsewhere = set[int]()
         for (parent, name), (ino, revision) in sorted(self._waiting.items(), key=itemgetter(1)):
             inode = self.inodes.get(ino)
-            if inode is not None and inode.revision and not (inode.is_dir and inode.name):
-                with contextlib.suppress(OSError):
-                    self.path_of(parent)
-                    del self._waiting[parent, name]
-                    self._faults.mended(name_key(parent, name))
-                    self._set_name(parent, name, ino, revision)
-                    return True
+            if inode is None or not inode.revision or (inode.is_dir and inode.name):
+                continue
+            if self.is_in_place(parent, elsewhere):
+                del self._waiting[parent, name]
+                self._faults.mended(name_key(parent, name))
+                self._set_name(parent, name, ino, revision)
+                return True
         return False
 
     def _take_inode(self, inode: Inode, record: bytes) -> None:

@@ -1,6 +1,7 @@
 """Whatever records there are, a tree stays a tree: what makes no sense is passed over."""
 
 import random
+from collections import Counter
 from collections.abc import Iterable
 
 import pytest
@@ -13,6 +14,7 @@ from irdmafs.backend.model.records import ContentId, Layout
 from irdmafs.backend.namespace import ROOT_INO, Inode
 from irdmafs.backend.namespace.drafts import DRAFTS, is_draft
 from irdmafs.backend.namespace.inode import FIRST_VIRTUAL_INO, inode_key, name_key
+from irdmafs.backend.namespace.lookup import Inodes
 from irdmafs.backend.namespace.numbers import SUBVOLUMES, next_ino_key, numbers_of
 from irdmafs.backend.namespace.quotas import QUOTA_NAMES
 from irdmafs.backend.namespace.tree import Tree
@@ -161,6 +163,25 @@ def test_a_directory_that_loses_its_first_name_is_where_the_second_one_says() ->
     assert tree.path_of(2) == b"/a"
     tree.apply(3, [Event(3, first, None)])
     assert tree.path_of(2) == b"/b"
+
+
+def test_names_that_wait_for_ever_cost_others_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """All are in a directory that lies deep below the one they lead to, which has no name."""
+    depth, looks, original = 300, Counter[int](), Inodes.get
+    chain = [(name_key(ino, b"c"), (ino + 1).to_bytes(8, "big")) for ino in range(2, depth)]
+    tree = loaded([*map(directory, (ROOT_INO, *range(2, depth + 1))), *chain])
+    for number in range(100):
+        tree.apply(2, [Event(2, name_key(depth, b"%d" % number), bytes(7) + b"\2")])
+
+    def get(inodes: Inodes, ino: int) -> Inode | None:
+        looks[ino] += 1
+        return original(inodes, ino)
+
+    monkeypatch.setattr(Inodes, "get", get)
+    tree.apply(3, [Event(3, name_key(ROOT_INO, b"a"), (999).to_bytes(8, "big"))])
+    assert looks.total() < 10
+    tree.apply(4, [Event(4, *directory(998))])
+    assert depth < looks.total() < 2 * depth + 200
 
 
 @pytest.mark.parametrize("order", [1, -1])
