@@ -9,7 +9,7 @@ from typing import Any
 
 import msgspec
 import pytest
-from harness.clusters import LONG_LEASE_S, Cluster, Plan
+from harness.clusters import LONG_LEASE_S, Cluster, Plan, counters
 from harness.errors import fails_with
 from harness.mountpoint import eventually
 
@@ -134,6 +134,22 @@ def test_attributes_that_no_mount_sets_are_refused_by_their_names(cluster: Clust
                 continue
             assert name.decode().rpartition(".")[2] in mount.log.read_text()
         assert "Traceback" not in mount.log.read_text()
+
+
+def test_a_file_that_is_said_to_be_larger_than_a_cache_empties_none(cluster: Cluster) -> None:
+    here, there = cluster.mounts[:2]
+    for name in ("cached", "other"):
+        (here.path / name).write_bytes(b"c" * 300_000)
+    (there.path / "cached").read_bytes()
+    other = cluster.value(inode_key((here.path / "other").stat().st_ino))
+    huge = Inode.decode(FIRST_INO - 1, other, 1)
+    huge.size, huge.blocks = records.SIZE_MAX, records.SIZE_MAX // 512
+    huge.layout = huge.layout._replace(stripe_bytes=0)
+    there_is = Put(name_key(1, b"huge"), huge.ino.to_bytes(8, "big"))
+    cluster.put([Put(inode_key(huge.ino), huge.encode()), there_is])
+    evictions = counters(there)["cache_evictions"]
+    (there.path / "huge").open("rb").close()
+    assert counters(there)["cache_evictions"] == evictions
 
 
 def lost(path: Path) -> bool:
