@@ -23,6 +23,7 @@ import logging
 import time
 from collections.abc import Awaitable, Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import msgspec
 import trio
@@ -168,7 +169,7 @@ class Catalog:
 
     def inos_of(self, content: int) -> list[int]:
         """Return all inodes whose content it is: of a clone there are several."""
-        also = [named.ino for named in self._named.also.get(content, ())]
+        also = self._named.also.get(content, ())
         return [self._named[content].ino, *also] if content in self._named else []
 
     def home_of(self, extent: Extent) -> int:
@@ -244,7 +245,9 @@ class Catalog:
         self._named.name(named)
         self._found_unnamed.discard(named.content)
         self._doubted.discard(named.content)
-        if self._begun and named.content in self.files.quarantine.stripes:
+        quarantine = self.files.quarantine
+        kept = (Extent(named.content, n) for n in quarantine.stripes.get(named.content, ()))
+        if self._begun and any(self._fits(one, quarantine.size(one), named) for one in kept):
             self._bring_back(named.content)
         stripes: Iterable[int] = self._unnamed.pop(named.content, ())
         if named.content in self._named.also:
@@ -405,12 +408,11 @@ class Catalog:
 
     def _named_as(self, extent: Extent, size: int) -> Named:
         """Return the record that counts for an extent, which has so many bytes here."""
+        return self._named.fitting(extent.content, partial(self._fits, extent, size))
 
-        def fits(named: Named) -> bool:
-            is_mine = self.is_member(named.group(extent.stripe))
-            return is_mine and named.length(extent.stripe) == size
-
-        return self._named.fitting(extent.content, fits)
+    def _fits(self, extent: Extent, size: int, named: Named) -> bool:
+        is_mine = self.is_member(named.group(extent.stripe))
+        return is_mine and named.length(extent.stripe) == size
 
     def _settle(self, extent: Extent) -> None:
         """Check whether a named extent that is here is right and belongs here."""

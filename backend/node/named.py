@@ -51,12 +51,13 @@ class NamedContents(dict[int, Named]):
 
     Of several inodes that name one content the first counts. A mount may name what is another's: so one
     outside of subvolumes counts before those inside, which may be of a mount that is kept there, and of
-    these one that fits the extents here (`fitting`). `also` are those that do not count, by content.
+    these one that fits the extents here (`fitting`). `also` are those that do not count, by content and
+    inode.
     """
 
     def __init__(self) -> None:
         super().__init__()
-        self.also: dict[int, list[Named]] = {}
+        self.also: dict[int, dict[int, Named]] = {}
         self.by_group: dict[int, set[int]] = {}  # group -> contents
 
     def clear(self) -> None:
@@ -74,15 +75,15 @@ class NamedContents(dict[int, Named]):
             self._drop(known)
             self._put(named)
             known, named = named, known
-        self.also.setdefault(named.content, []).append(named)
+        self.also.setdefault(named.content, {})[named.ino] = named
         return known
 
     def fitting(self, content: int, fits: Callable[[Named], bool]) -> Named:
         """Return the one that counts from now on: if the present one is in a subvolume, one that fits."""
         known = self[content]
         if subvolume_of(known.ino) != ROOT_INO and not fits(known):
-            for named in filter(fits, self.also.get(content, ())):
-                self.also[content].remove(named)
+            for named in filter(fits, self.also.get(content, {}).values()):
+                del self.also[content][named.ino]
                 self._drop(known)
                 self._put(named)
                 return self.name(known)
@@ -90,13 +91,13 @@ class NamedContents(dict[int, Named]):
 
     def unname(self, named: Named) -> bool:
         """Remove what an inode names. Return whether no other names it."""
-        also = self.also.pop(named.content, [])
+        also = self.also.pop(named.content, {})
         if self[named.content] is not named:
-            also.remove(named)
+            del also[named.ino]
         else:
             self._drop(named)
             if also:
-                self._put(also.pop(0))
+                self._put(also.pop(next(iter(also))))
         if also:
             self.also[named.content] = also
         return named.content not in self

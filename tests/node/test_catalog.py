@@ -19,6 +19,7 @@ from irdmafs.backend.namespace.numbers import SUBVOLUMES
 from irdmafs.backend.node import catalog as catalog_module
 from irdmafs.backend.node.catalog import Catalog
 from irdmafs.backend.node.files import Files
+from irdmafs.backend.node.named import Named
 from irdmafs.backend.transport import Extent
 
 BUCKETS = 16
@@ -216,6 +217,32 @@ def test_a_forged_name_that_goes_again_takes_no_extent(world: World, is_pinned: 
     world.records.pop(key_of(b"i", forged))
     world.reload()
     assert world.catalog.may_store(content + 1) and world.catalog.may_store(later)
+
+
+def test_many_names_of_a_content_are_not_looked_at_for_each(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    many, looks = range(SUBVOLUMES[0] + 1, SUBVOLUMES[0] + 60), list[object]()
+
+    def is_member(group: int, of: Callable[[int], bool] = world.catalog.is_member) -> bool:
+        looks.append(group)
+        return of(group)
+
+    monkeypatch.setattr(world.catalog, "is_member", is_member)
+
+    def is_same(one: Named, other: object) -> bool:
+        looks.append(one)
+        return one is other
+
+    monkeypatch.setattr(Named, "__eq__", is_same)
+    content = world.session(5) << 24 | 1
+    world.keep(content)
+    for ino in many:
+        world.name(ino, content, 77, Layout(2))
+    assert world.files.quarantine.size(Extent(content, 0)) == 100
+    for ino in reversed(many):
+        world.delete(ino)
+    assert len(looks) < 4 * len(many)
 
 
 def test_what_its_writer_gives_up_is_freed_even_if_it_arrives_later(world: World) -> None:
