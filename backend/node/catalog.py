@@ -11,8 +11,8 @@ An extent on this node is
     retired   no longer named, but pinned: it stays until the last pin goes
 
 and is removed otherwise. It is freed if the change that took its name was seen here, in order. If it is
-only found without a name, at the start or after a gap in the watch, it is put into quarantine
-(directory.py), and taken back if it is named again.
+only found without a name, at the start or after a gap in the watch, or if that name may have been forged
+(`is_published`), it is put into quarantine (directory.py), and taken back if it is named again.
 
 A node that starts makes its former acknowledgements void (resync.py), so none of its extents is pending:
 those without a name go into quarantine, where a publish that was faster finds them.
