@@ -35,7 +35,7 @@ NO_XATTRS: dict[bytes, bytes] = {}
 
 # Nodes look for each stripe, so a few bytes that say there are many cost them much. Mounts cut files into
 # fewer (records.STRIPES_MAX), and did not always.
-_STRIPES_MAX = 512
+_STRIPES_MAX = 1 << 13
 
 # Bytes: a path, and the digests of a version's parts (see store.digest).
 _TARGET_MAX = 4096
