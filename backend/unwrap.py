@@ -2,7 +2,7 @@
 and undoing; and tasks for many things, a few at a time.
 """
 
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Iterator
+from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Iterator
 from contextlib import asynccontextmanager, contextmanager
 from typing import TypeVar
 
@@ -54,9 +54,13 @@ async def background() -> AsyncIterator[trio.Nursery]:
 
 
 async def for_each(
-    items: Iterable[T], work: Callable[[T], Awaitable[object]], *, at_once: int
+    items: Collection[T], work: Callable[[T], Awaitable[object]], *, at_once: int
 ) -> None:
-    """Do `work` for every item, for so many `at_once`. Errors are raised as a group."""
+    """Do `work` for every item, for so many `at_once`; one alone needs no task. Errors of the tasks are
+    raised as a group."""
+    if len(items) == 1:
+        await work(*items)
+        return
     places = trio.Semaphore(at_once)
 
     async def work_on(item: T) -> None:

@@ -71,11 +71,11 @@ class Content:
 
     `dirty`: a request to the daemon changed it since it was published. `seen` is the stamp at its last
     publication, or when it was first opened in place; None if it was never published. `begun` is the stamp
-    when it began to be written, and `found_full` what `ExtentStore.look_for_room` said then. `moved`: its
-    stamp and the time of its last change when its file got another number, as the file's own time of change
-    moves then as if it were written. `mapped`: a program could map it for writing. `whole`: every writer
-    began with an empty file, so a writer that is killed publishes nothing. `refused`: the error of a write
-    for which it was given up, else 0.
+    when it began to be written, and `found_full` what `ExtentStore.look_for_room` said then, if it replaces
+    its file. `moved`: its stamp and the time of its last change when its file got another number, as the
+    file's own time of change moves then as if it were written. `mapped`: a program could map it for
+    writing. `whole`: every writer began with an empty file, so a writer that is killed publishes nothing.
+    `refused`: the error of a write for which it was given up, else 0.
     """
 
     __slots__ = (

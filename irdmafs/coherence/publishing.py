@@ -70,10 +70,12 @@ class Publisher(OnHost):
                     )
                     log.info(text, where, pid)
                 return
-            is_empty = content.seen is None and not self._table.is_written(content)
-            if is_empty and await self._has_duplicate(pid, content.ino):
+        status = self._table.stat(content) if content.extent else None
+        if content.seen is None and not self._table.is_written(content, status):
+            if await self._has_duplicate(pid, content.ino):
                 return
-        changed = self._table.is_changed(handle, content)
+            status = None  # others may have run
+        changed = self._table.is_changed(handle, content, status)
         if not changed and not self._is_to_be_compared(content):
             if inode.maker and not (await self._processes.of(pid)).killed_by_signal():
                 await self.show_name(content.ino)
@@ -84,7 +86,7 @@ class Publisher(OnHost):
             stays = content.writers > 1
             if self._store.sends and not stays:
                 stays = await self._stays(handle, content, pid)
-            await self.publish(content, stays=stays, changed=changed, pid=pid)
+            await self.publish(content, stays=stays, changed=changed, pid=pid, status=status)
         except OSError as error:
             # The closing program gets the error, and may write the file anew: this must not overwrite that.
             # Later writes through a mapping were not refused.
@@ -254,13 +256,15 @@ class Publisher(OnHost):
         changed: bool = True,
         name: Name | None = None,
         pid: int = 0,
+        status: os.stat_result | None = None,
     ) -> bool:
         """Publish a content, and return whether there was one; if it is not `changed`, only if a comparison
-        finds it changed. `name` and `pid` as for NewVersion."""
+        finds it changed. `name` and `pid` as for NewVersion. `status`: its extent's stat, if known: what is
+        written later is found to be written since."""
         lock = None
         if self._store.waits or content.is_busy or (stays and self._copies(content)):
             await detach()
-            seen, lock = content.seen, content.locked()
+            seen, lock, status = content.seen, content.locked(), None
             # A lock that is free is taken without letting other tasks go first.
             if lock.locked():
                 await lock.acquire()
@@ -278,7 +282,7 @@ class Publisher(OnHost):
             if not content.extent:
                 return False
             stays = stays or content.writers > 1  # others may have opened it meanwhile
-            status = self._table.stat(content)
+            status = status or self._table.stat(content)
             copies = stays and bool(status.st_size) and self._copies(content)
             version = self.version_of(content, status, name, pid)
             try:
@@ -441,7 +445,7 @@ class Publisher(OnHost):
         try:
             if inode.extent != content.extent:
                 self._table.give_extent(content, inode.extent, frees=content.own)
-            elif self._store.is_lent(content.extent):
+            elif content.leaves:
                 self._table.lend(content, content.extent)
         except OSError:
             return False  # another host has published since, and the store node here has freed the file

@@ -127,8 +127,9 @@ class Sharing:
         """Begin to write a content in an empty extent. Until it is written, its times are those of the
         name; if it replaces the file, those of its beginning. `whole`: its writer needs it empty."""
         extent, fd = self._store.allocate(inode)
+        replaces = content.state is State.REPLACING
         try:
-            if content.state is not State.REPLACING:
+            if not replaces:
                 os.utime(fd, ns=(inode.atime_ns, inode.mtime_ns))
             stamp = stamp_of(os.fstat(fd))
         except BaseException:
@@ -136,7 +137,7 @@ class Sharing:
             raise
         self._table.give_extent(content, extent, frees=False)
         self._table.keep_open(content, fd)
-        found_full = self._store.extents.look_for_room(extent)
+        found_full = self._store.extents.look_for_room(extent) if replaces else 0
         content.begin_empty(stamp, found_full, has_version=bool(inode.version), whole=whole)
 
     # -- what others see of it -------------------------------------------------------------------

@@ -71,10 +71,11 @@ class ContentTable:
             return os.fstat(content.fd)
         return self.store.extents.stat(content.extent)
 
-    def stamp(self, content: Content) -> Stamp:
+    def stamp(self, content: Content, status: os.stat_result | None = None) -> Stamp:
+        """Return the stamp of a content; `status` is its extent's stat, if known."""
         if not content.extent:
             return content.base.size, content.base.mtime_ns
-        return stamp_of(self.stat(content))
+        return stamp_of(status or self.stat(content))
 
     def set_times(self, content: Content, atime_ns: int, mtime_ns: int) -> None:
         if content.fd >= 0:
@@ -138,20 +139,23 @@ class ContentTable:
         """Return after how many seconds each write moves a time that was looked at now."""
         return self._grain_ns / 1e9
 
-    def is_changed(self, handle: Handle, content: Content) -> bool:
-        """Return whether closing the handle has anything to publish, as far as stat can tell."""
-        if handle.since is not None and self.stamp(content) == handle.since:
+    def is_changed(
+        self, handle: Handle, content: Content, status: os.stat_result | None = None
+    ) -> bool:
+        """Return whether closing the handle has anything to publish, as far as stat can tell. `status` is
+        its content's extent's stat, if known."""
+        if handle.since is not None and self.stamp(content, status) == handle.since:
             return False  # nothing was written through it
         if content.seen is not None:
             # In a cluster, bytes are compared before anything is published whose times have not moved.
-            return self.is_written(content, surely=self.store.sends)
+            return self.is_written(content, status, surely=self.store.sends)
         if self.store.sends and not content.base.version:
-            stamp = self.stamp(content)
+            stamp = self.stamp(content, status)
             if not stamp[0] and (not content.extent or stamp == content.begun):
                 return False  # a new file that stays empty is known to be empty by its name
         inode = self._inodes[content.ino]
         # An unwritten empty copy gives way to a version that was published meanwhile.
-        return inode.version == content.base.version or self.is_written(content)
+        return inode.version == content.base.version or self.is_written(content, status)
 
     def may_hide_writes(self, content: Content) -> bool:
         """Return whether only a comparison of bytes can tell that the content was written. A store through

@@ -3,10 +3,8 @@
 import json
 import logging
 import os
-from collections.abc import Callable, Coroutine
 from contextlib import AbstractAsyncContextManager
 from functools import partial
-from typing import Any
 
 import trio
 
@@ -18,7 +16,6 @@ from ...observe.logs import log_failure
 from ...transport.movers import all_movers
 from ...transport.peers import Peers, open_peers, patience_s
 from ...transport.verbs.rdma import Rdma
-from ...unwrap import for_each
 from .claims import Claims
 from .contents import Contents
 from .leases import Leases
@@ -29,7 +26,8 @@ log = logging.getLogger(__name__)
 
 # Mounts that lost their sessions, with etcd for example, have registered anew by then.
 _ABANDONED_AFTER_S = 60.0
-_STRIPES_AT_ONCE = 4
+# The stripes of one content that are sent or fetched at the same time.
+STRIPES_AT_ONCE = 4
 
 
 class Cluster(Member):
@@ -189,11 +187,3 @@ def _store_of(directory: str, node: int) -> str:
         return directory if is_there else ""
     except (OSError, ValueError, KeyError, TypeError, RecursionError):
         return ""
-
-
-def for_each_stripe(
-    stripes: int, work: Callable[[int], Coroutine[Any, Any, None]]
-) -> Coroutine[Any, Any, None]:
-    """Do `work` for every stripe, a few at a time. Errors are raised as a group, except if there is one
-    stripe only."""
-    return work(0) if stripes == 1 else for_each(range(stripes), work, at_once=_STRIPES_AT_ONCE)

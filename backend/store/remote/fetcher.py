@@ -15,19 +15,9 @@ import errno
 import logging
 import os
 import time
-from collections.abc import (
-    Awaitable,
-    Callable,
-    Collection,
-    Container,
-    Coroutine,
-    Iterable,
-    Iterator,
-    Sequence,
-)
+from collections.abc import Awaitable, Callable, Collection, Container, Iterable, Iterator, Sequence
 from functools import partial
 from operator import itemgetter
-from typing import Any
 
 import trio
 
@@ -37,8 +27,8 @@ from ...model.placement import group_of
 from ...model.records import NO_CONTENT, ContentId, GroupConfig
 from ...namespace import Inode, fail
 from ...transport import Distrusted, Extent, FileRange, Landed, Memory, nothing_landed
-from ...unwrap import first_alone
-from .cluster import Cluster, for_each_stripe
+from ...unwrap import first_alone, for_each
+from .cluster import STRIPES_AT_ONCE, Cluster
 from .figures import FetchFigures
 from .lent import Declined, Lent
 
@@ -288,18 +278,13 @@ class Fetcher:
 
     # -- large -----------------------------------------------------------------------------------
 
-    def _read_all(self, inode: Inode, into: FileRange) -> Coroutine[Any, Any, None]:
+    async def _read_all(self, inode: Inode, into: FileRange) -> None:
         """Read all stripes concurrently. Raises Gone, Wrong, OSError."""
         stripes = inode.layout.stripes(inode.size)
         digests = by_stripe(inode.digests, stripes) if self._cluster.verify else []
         read = partial(self._read_stripe, inode, into, digests)
-        return read(0) if stripes == 1 else self._read_several(stripes, read)
-
-    async def _read_several(
-        self, stripes: int, read: Callable[[int], Coroutine[Any, Any, None]]
-    ) -> None:
         with first_alone(Gone, OSError):
-            await for_each_stripe(stripes, read)
+            await for_each(range(stripes), read, at_once=STRIPES_AT_ONCE)
 
     async def _read_stripe(
         self, inode: Inode, into: FileRange, digests: Sequence[bytes], stripe: int

@@ -278,7 +278,7 @@ class Publisher:
         """Note that a version was published, with the content that was sent, as the returned `inode` has
         it."""
         self.figures.publishes += 1
-        is_freed = not self._namespace.tree.clones.count(before.extent)
+        is_freed = before.extent and not self._namespace.tree.clones.count(before.extent)
         freed = allocated_bytes(before.size, before.blocks) if is_freed else 0
         self._space.published(allocated_bytes(version.size, version.blocks) - freed)
         if transfer is None:

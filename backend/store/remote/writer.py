@@ -24,8 +24,8 @@ from ...observe.logs import log_failure
 from ...transport import Distrusted, Extent, Fenced, FileRange, Target, Unreachable, nothing_landed
 from ...transport.device import Device
 from ...transport.messages import PUTS_BYTES_MAX, PUTS_MAX, Parcel, in_batches
-from ...unwrap import first_error
-from .cluster import Cluster, for_each_stripe
+from ...unwrap import first_alone, for_each
+from .cluster import STRIPES_AT_ONCE, Cluster
 
 log = logging.getLogger(__name__)
 
@@ -125,32 +125,29 @@ class Transfer:
         members for too long.
         """
         self._guards.clear()
-        stripes = self.stripes
         hashing = self._wants_digests and not self.digests
         if hashing:
             self._stamp = self._present_stamp()
         # Digests tell which stripes nodes have already; a mapped file may change while it is sent.
         meanwhile = hashing and self._base is None and not self._mapped
-        try:
+        with first_alone():
             if meanwhile and self._bytes_pass():
                 self._passing = {
                     stripe: Stripe(self._fd, *self._layout.span(self._size, stripe))
-                    for stripe in range(stripes)
+                    for stripe in range(self.stripes)
                 }
-                await for_each_stripe(stripes, self._bring)
+                await self._bring_all()
                 self.digests = b"".join([await each.finish() for each in self._passing.values()])
             elif meanwhile and self._size > self._cluster.small_bytes:
                 async with trio.open_nursery() as nursery:
                     nursery.start_soon(self._hash)
-                    nursery.start_soon(for_each_stripe, stripes, self._bring)
+                    nursery.start_soon(self._bring_all)
             else:
                 if hashing:
                     await self._hash()
                     if self._base is not None:
                         self._shared = self._stripes_of_base(self._base)
-                await for_each_stripe(stripes, self._bring)
-        except BaseExceptionGroup as group:
-            raise first_error(group) from group
+                await self._bring_all()
         if self.digests and not await self._stayed():
             log.info(
                 "content %x was written on while it was sent: it is not checked", self._content
@@ -230,6 +227,9 @@ class Transfer:
         return await digests_of(self._fd, self._size, self._layout) == self.digests
 
     # -- sending ---------------------------------------------------------------------------------
+
+    async def _bring_all(self) -> None:
+        await for_each(range(self.stripes), self._bring, at_once=STRIPES_AT_ONCE)
 
     async def _bring(self, stripe: int) -> None:
         cluster = self._cluster
