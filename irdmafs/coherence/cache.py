@@ -19,7 +19,6 @@ from .drafts import Drafts
 from .host import Host
 from .in_place import InPlace
 from .kernel_cache import KernelCache, Name
-from .looks import Looks
 from .nodes import Handle, Node
 from .publishing import Publisher
 from .put_off import PutOff
@@ -55,7 +54,6 @@ class Cache:
         self._table = host.table
         self.sharing = host.sharing
         self.routes = Routes(host)
-        self.looks = Looks(host)
         self.references = References()
         self.in_place = in_place = InPlace(host)
         self.put_off = put_off = PutOff(host)
@@ -249,7 +247,7 @@ class Cache:
     async def _tell_writers(self, ino: int) -> None:
         """Let other hosts remove a new file, with its directory, unless somebody writes it here."""
         while (inode := self._inodes.get(ino)) is not None and inode.maker and inode.name:
-            left = not self.looks.is_written(ino)
+            left = not self.host.has_writers(ino)
             if left == (inode.maker < 0) or ino in self._store.namespace.tree.unseen:
                 break
             await self._store.namespace.show(inode.parent, inode.name, left=left)

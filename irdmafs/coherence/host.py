@@ -1,7 +1,8 @@
-"""The contents and nodes of a mount on this host, and what keeps them: handles, promises and the kernel."""
+"""The contents and nodes of a mount on this host: what keeps them, and how they look to stat(2)."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import NamedTuple
 
 from ..backend.model.records import ContentId
 from ..backend.namespace import FIRST_VIRTUAL_INO, Inode
@@ -10,7 +11,16 @@ from .content import Content, State
 from .kernel_cache import KernelCache
 from .nodes import Node, NodeTable
 from .sharing import Sharing
-from .table import ContentTable
+from .table import ContentTable, changed_ns, stamp_of
+
+
+class Shown(NamedTuple):
+    """How a file looks to stat(2): bytes, 512-byte units, nanoseconds."""
+
+    size: int
+    blocks: int
+    mtime_ns: int
+    ctime_ns: int
 
 
 class Host:
@@ -132,6 +142,57 @@ class Host:
                 if inode.ino in self.table.current:
                     self.unnamed(inode)
                 await self.store.forget(inode)
+
+    # -- how they look: the attributes that are the content's, and not the inode's -----------------
+
+    def changing(self, node: Node, inode: Inode) -> Content | None:
+        """Return the content that the node stands for, if the inode does not tell how that looks."""
+        content = node.content if node.opens or node.promised else None
+        if content is None:
+            content = self.table.current.get(inode.ino)
+            if content is not None and content.base.version != inode.version:
+                content = self.sharing.current(inode)
+        if content is None or not (
+            content.is_changing or content.state.ended or content.base.version < inode.version
+        ):
+            return None
+        return content
+
+    def look_of(self, content: Content, inode: Inode) -> Shown:
+        """Return how one of the file's contents looks."""
+        is_untouched = content.state is State.REPLACING and not content.dirty
+        if is_untouched and content.begun and not content.opens:
+            return Shown(0, 0, content.begun[1], inode.ctime_ns)  # nobody has had it open
+        base = content.base
+        if not (content.extent and (content.writers or content.state.writable)):
+            return Shown(base.size, base.blocks, base.mtime_ns, inode.ctime_ns)
+        status, ctime_ns = self.table.stat(content), inode.ctime_ns
+        is_told = self.table.publishing.get(inode.ino) is content and inode.version != base.version
+        if not is_told and (content.dirty or stamp_of(status) != (content.seen or content.begun)):
+            # The inode does not tell of the write yet, nor of its time. The kernel's clock ticks: a write
+            # may seem to lie before the change of a name.
+            ctime_ns = max(ctime_ns + 1, changed_ns(content, status))
+        return Shown(status.st_size, status.st_blocks, status.st_mtime_ns, ctime_ns)
+
+    def version_of(self, node: Node, inode: Inode) -> int:
+        """Return the version that the node stands for, or was made of."""
+        content = node.content if node.opens else None
+        return content.base.version if content is not None else inode.version
+
+    def changes_unnoticed(self, node: Node) -> bool:
+        """Return whether the kernel may not keep a node's attributes: stores through a mapping, and writes
+        through another node, change them without its knowing."""
+        bound = node.opens or node.promised
+        content = node.content if bound else self.table.current.get(node.ino)
+        if content is None or not content.is_changing:
+            return False
+        if content.mapped:
+            return True
+        return content.state is not State.REPLACING and self.nodes.has_siblings(node.ino)
+
+    def has_writers(self, ino: int) -> bool:
+        """Return whether somebody has the file open for writing."""
+        return any(node.content and node.content.writers for node in self.nodes.of(ino))
 
 
 class OnHost:

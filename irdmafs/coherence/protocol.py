@@ -10,7 +10,7 @@ from typing import Final, Protocol
 from ..backend.namespace import Inode, Namespace
 from .cache import Cache
 from .kernel_cache import Name
-from .kernel_locks import KernelLocks
+from .kernel_directories import KernelLocks
 from .nodes import Node
 
 _FOREVER_S: Final = 86_400.0
@@ -50,20 +50,20 @@ class Coherence:
 
     def attributes(self, answer: Answer, node: Node, inode: Inode) -> None:
         """Set how long attributes hold that the kernel asked for."""
-        if inode.is_dir or not self._cache.looks.changes_unnoticed(node):
+        if inode.is_dir or not self._cache.host.changes_unnoticed(node):
             answer.attr_timeout = _FOREVER_S
 
     def changed(self, answer: Answer, node: Node) -> None:
         """Set how long attributes hold in the answer to a change of them. The kernel takes them for the
         newest."""
-        if not self._cache.looks.changes_unnoticed(node):
+        if not self._cache.host.changes_unnoticed(node):
             answer.attr_timeout = _FOREVER_S
 
     def entry(self, answer: Answer, parent: int, name: bytes, node: Node, inode: Inode) -> None:
         """Set how long a name holds that was looked up, and the attributes of the node that it leads to."""
         if self._cache.routes.names_are_stable(inode.ino):
             answer.entry_timeout = _FOREVER_S
-        if not self._cache.looks.changes_unnoticed(node):
+        if not self._cache.host.changes_unnoticed(node):
             answer.attr_timeout = _FOREVER_S
 
     def made(
@@ -96,7 +96,7 @@ class Coherence:
 
     def listed(self, answer: Answer, name: Name, node: Node, inode: Inode, valid_s: float) -> None:
         """Set how long a listed name holds, and the attributes of the node that it leads to."""
-        if not self._cache.looks.changes_unnoticed(node):
+        if not self._cache.host.changes_unnoticed(node):
             answer.attr_timeout = valid_s
         if self._may_be_believed(name, inode):
             answer.entry_timeout = valid_s

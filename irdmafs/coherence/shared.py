@@ -16,8 +16,7 @@ from ..inline import detach
 from .beliefs import Beliefs
 from .cache import Cache
 from .kernel_cache import Name
-from .kernel_locks import KernelLocks, Moves
-from .kernel_names import KernelNames
+from .kernel_directories import KernelLocks, KernelNames, Moves
 from .nodes import Node
 from .protocol import Answer, Coherence
 from .sharing import truncates
@@ -59,7 +58,7 @@ class Shared(Coherence):
             if inode.ino in self._exclusive and self._freshness.is_deferred_elsewhere(inode.ino):
                 return
             valid_s = self._freshness.believable_s(inode.ino, used=False)
-        elif self._cache.looks.changes_unnoticed(node):
+        elif self._cache.host.changes_unnoticed(node):
             return
         else:
             # A file with names in several directories is believed if all of them are.
@@ -100,7 +99,7 @@ class Shared(Coherence):
             self.attributes(answer, node, inode)
             return
         damaged = inode.ino in self.namespace.damaged
-        whole = not (damaged or self._cache.looks.changes_unnoticed(node))
+        whole = not (damaged or self._cache.host.changes_unnoticed(node))
         if whole:
             answer.attr_timeout = valid_s
         self._beliefs.say(inode.ino, valid_s, name, attributes=whole)

@@ -9,7 +9,7 @@ from typing import Any, Final, NamedTuple
 
 from ..backend.model.clock import now_ns
 from ..backend.namespace import acl, fail
-from ..coherence.kernel_locks import KernelLocks
+from ..coherence.kernel_directories import KernelLocks
 from ..coherence.nodes import Handle
 from ..inline import Rest, detach
 from ..posix.calls import Attributes

@@ -44,7 +44,7 @@ class Filesystem:
         working = 0
         for content in {one.content for one in nodes.handles.values() if one.content is not None}:
             if content.own:
-                working += self.cache.looks.look_of(content, inodes[content.ino]).blocks * 512
+                working += self.cache.host.look_of(content, inodes[content.ino]).blocks * 512
             elif content.state.ended and content.extent:
                 kept += 1
         return {

@@ -59,9 +59,9 @@ class Metadata(Operations):
         entry.st_size, entry.st_blocks = inode.size, inode.blocks
         entry.st_mtime_ns, entry.st_ctime_ns = inode.mtime_ns, inode.ctime_ns
         if inode.is_file and not is_new:
-            looks = self._cache.looks
-            if (content := looks.changing(node, inode)) is not None:
-                look = looks.look_of(content, inode)
+            host = self._cache.host
+            if (content := host.changing(node, inode)) is not None:
+                look = host.look_of(content, inode)
                 entry.st_size, entry.st_blocks, entry.st_mtime_ns, entry.st_ctime_ns = look
         options = self._options
         entry.st_mode = mode & ~(options.umask or 0)
@@ -140,7 +140,7 @@ class Metadata(Operations):
         if lose_set_ids or "uid" in changes or "gid" in changes:
             left = await mode_left(found, ctx, self._processes)
             changes.setdefault("mode", left)
-            if lose_set_ids and size is None and not self._cache.looks.is_written(found.ino):
+            if lose_set_ids and size is None and not self._cache.host.has_writers(found.ino):
                 await refuse_stranger(found, left, ctx, self._processes)
         if "mtime_ns" in changes:
             await self._cache.carried.set_mtime(node, changes["mtime_ns"])

@@ -156,7 +156,7 @@ class Xattrs(Part):
             return value
         if name == VERSION and found.is_file:
             node, _ = self._nodes.get(inode)
-            return b"%d" % self._cache.looks.version(node, found)
+            return b"%d" % self._cache.host.version_of(node, found)
         if name == CLONE and found.is_file:
             return await self._clones.ticket(inode, ctx)
         if name == VERSIONS and found.is_file:
@@ -206,7 +206,7 @@ class Xattrs(Part):
         for content, pids in openers.items():
             version, size, mtime_ns, state = inode.version, inode.size, inode.mtime_ns, "current"
             if content is not None:
-                size, _, mtime_ns, _ = self._cache.looks.look_of(content, inode)
+                size, _, mtime_ns, _ = self._cache.host.look_of(content, inode)
                 version, state = content.base.version, "open"
             row = {"version": version, "size": size, "mtime_ns": mtime_ns, "state": state}
             if content is not None and content.is_changing:

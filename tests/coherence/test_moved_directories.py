@@ -18,7 +18,7 @@ from harness.beside import repeating
 from harness.closing import descriptor
 from harness.errors import fails_with
 
-from irdmafs.coherence.kernel_locks import KernelLocks, Moves
+from irdmafs.coherence.kernel_directories import KernelLocks, Moves
 from irdmafs.coherence.nodes import Node
 from irdmafs.train.directory import move
 

@@ -18,7 +18,7 @@ from harness.mountpoint import eventually
 from harness.processes import is_waiting
 
 from irdmafs.backend.namespace import Inode
-from irdmafs.coherence.kernel_names import KernelNames
+from irdmafs.coherence.kernel_directories import KernelNames
 
 
 @pytest.fixture(scope="module")
