@@ -36,7 +36,7 @@ _PIECE_BLOCKS = 2
 _DIRECT_BYTES = 4096
 # Up to this size bytes are hashed in the event loop: handing them to a thread takes longer.
 _INLINE_BYTES = 256 << 10
-_THREADS_MAX = 4
+_THREADS_MAX = min(4, os.cpu_count() or 1)
 
 
 class _OfThread(threading.local):
@@ -139,7 +139,7 @@ class Stripe:
             elif min(end * BLOCK_BYTES, self._length) - first * BLOCK_BYTES <= _INLINE_BYTES:
                 self._hash_some(first, end)
             else:
-                share = -(-(end - first) // min(_THREADS_MAX, os.cpu_count() or 1))
+                share = -(-(end - first) // _THREADS_MAX)
                 with first_alone():
                     async with trio.open_nursery() as nursery:
                         for block in range(first, end, share):

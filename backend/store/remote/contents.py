@@ -312,9 +312,11 @@ class Contents(ExtentStore, Pinned):
     def make_room(self, size: int) -> bool:
         """Evict unpinned contents until `size` more bytes may be kept and have room beside the working
         copies. Return whether they have; nothing is evicted for more than this host ever has room for."""
-        below = os.fstatvfs(self._dir_fd)
-        # Evicting moves bytes from "kept" to "free", so this sum does not change.
-        limit = min(self._limit_bytes, self.kept_bytes + below.f_bavail * below.f_frsize)
+        limit = self._limit_bytes
+        if size:
+            below = os.fstatvfs(self._dir_fd)
+            # Evicting moves bytes from "kept" to "free", so this sum does not change.
+            limit = min(limit, self.kept_bytes + below.f_bavail * below.f_frsize)
         while size <= limit < self.kept_bytes + size:
             extent = next((kept for kept in self._kept if kept not in self.counts), None)
             if extent is None:

@@ -14,7 +14,7 @@ from typing import NamedTuple
 
 import trio
 
-from ...files.digest import Stripe, by_stripe
+from ...files.digest import Stripe, by_stripe, digest_of_bytes
 from ...kv import Compare
 from ...model.groups import has_still
 from ...model.placement import group_of
@@ -143,7 +143,7 @@ class Transfer:
                     nursery.start_soon(self._hash)
                     nursery.start_soon(self._bring_all)
             else:
-                if hashing:
+                if hashing and not self.fits_message:
                     await self._hash()
                     if self._base is not None:
                         self._shared = self._stripes_of_base(self._base)
@@ -190,8 +190,16 @@ class Transfer:
         if not revision:
             return None
         self.asked.update(config.members)
-        data = os.pread(self._fd, self._size, 0)
+        self._stamp = self._present_stamp()
+        data = self._read(0, self._size)
         return config, Parcel(Extent(self._content, 0), Target(group, revision, ()), data)
+
+    def _read(self, offset: int, length: int) -> bytes:
+        """Return bytes for a message. If they are all, they are hashed as well."""
+        data = os.pread(self._fd, length, offset)
+        if self._wants_digests and not self.digests and length == self._size:
+            self.digests = digest_of_bytes(data)
+        return data
 
     def put_on(self, node: int, config: GroupConfig) -> None:
         """Note that a node has the content, which it took under this configuration."""
@@ -320,8 +328,7 @@ class Transfer:
             await device.adopt(extent, target, f"{self._content:x}")
         elif at_once and length <= cluster.small_bytes:
             # To all at once: for little data, a chain's extra hops cost more than this host's link.
-            alone, data = Target(group, revision, ()), os.pread(self._fd, length, offset)
-            parcel = Parcel(extent, alone, data)
+            parcel = Parcel(extent, Target(group, revision, ()), self._read(offset, length))
             await self._tell_all(chain, lambda device: device.put(parcel))
         else:
             passing = self._passing.get(stripe)
