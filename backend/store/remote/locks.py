@@ -96,6 +96,7 @@ class SharedLocks(LockEntries):
         touched, self._touched = self._touched, set()
         for ino in touched:
             self._others_moved(ino)
+        super().tell()
 
     # -- what is granted -------------------------------------------------------------------------
 
@@ -385,6 +386,8 @@ class SharedLocks(LockEntries):
     async def run(self) -> None:
         """Publish reductions of claims, and give idle ones up."""
         while True:
+            while not (self._inodes or self.left_behind):
+                await self.changed()
             await trio.sleep(1.0)
             await self._tidy()
 
@@ -442,6 +445,7 @@ class SharedLocks(LockEntries):
         if state is None:
             state = self._inodes[ino] = _Inode()
             self._others_moved(ino)
+            super().tell()
         return state
 
     def count(self) -> int:
