@@ -62,8 +62,9 @@ def by_stripe(record: bytes, stripes: int) -> list[bytes]:
 def digest_of_bytes(data: bytes) -> bytes:
     """Return the digest of a stripe."""
     view = memoryview(data)
-    blocks = (view[at : at + BLOCK_BYTES] for at in range(0, len(data), BLOCK_BYTES))
-    return xxh3_64(b"".join(xxh3_64(block).digest() for block in blocks)).digest()
+    starts = range(0, len(data), BLOCK_BYTES)
+    blocks = [xxh3_64(view[at : at + BLOCK_BYTES]).digest() for at in starts]
+    return xxh3_64(b"".join(blocks)).digest()
 
 
 async def digest_at_rest(

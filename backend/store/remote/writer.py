@@ -9,8 +9,8 @@ import logging
 import os
 import random
 import time
-from collections.abc import Awaitable, Callable, Iterable
-from typing import NamedTuple
+from collections.abc import Awaitable, Callable, Coroutine, Iterable
+from typing import Any, NamedTuple
 
 import trio
 
@@ -236,8 +236,8 @@ class Transfer:
 
     # -- sending ---------------------------------------------------------------------------------
 
-    async def _bring_all(self) -> None:
-        await for_each(range(self.stripes), self._bring, at_once=STRIPES_AT_ONCE)
+    def _bring_all(self) -> Coroutine[Any, Any, None]:
+        return for_each(range(self.stripes), self._bring, at_once=STRIPES_AT_ONCE)
 
     async def _bring(self, stripe: int) -> None:
         cluster = self._cluster
