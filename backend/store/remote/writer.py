@@ -177,7 +177,8 @@ class Transfer:
 
     @property
     def fits_message(self) -> bool:
-        return self._size <= self._cluster.small_bytes and not self._is_adoptable
+        is_small = self.stripes == 1 and self._size <= self._cluster.small_bytes
+        return is_small and not self._is_adoptable
 
     def begin_small(self) -> tuple[GroupConfig, Parcel] | None:
         """Return the members that a small content has to be put on, and the parcel for each of them; None
