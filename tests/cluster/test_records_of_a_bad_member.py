@@ -33,7 +33,7 @@ SENSELESS: list[dict[str, Any]] = [
     {"mtime_ns": 1 << 63},
     {"version": -1},
     {"size": 1 << 50, "layout": records.Layout(1, 1)},
-    {"size": 1 << 40, "layout": records.Layout(1, 1 << 30)},
+    {"size": 1 << 40, "layout": records.Layout(1, 1 << 26)},
     {"size": 10, "layout": records.Layout(1, -1)},
     {"size": 10, "layout": records.Layout(-1, 0)},
     {"size": 10, "layout": records.Layout(1, 0, 0, 256)},

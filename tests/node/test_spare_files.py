@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator
 from contextlib import closing
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import trio
@@ -266,6 +266,17 @@ def test_content_that_is_fetched_never_takes_the_place_of_a_file_here(contents: 
     assert sorted(os.listdir(contents.directory)) == ["1", "2"] and not changes.gone
     contents.free(ONE)
     assert changes.gone == [1]
+
+
+def test_a_working_copy_is_not_here_for_whoever_names_its_number_before_its_writer(
+    files: Files, contents: Contents
+) -> None:
+    contents._member.session = cast(Any, SimpleNamespace(number=5))
+    extent, fd = contents.allocate_in(files.directory)
+    os.close(fd)
+    assert not contents.has(extent)
+    contents.publishing.add(extent)
+    assert contents.has(extent)
 
 
 class Mapped(Rdma):

@@ -262,7 +262,8 @@ class Contents(ExtentStore, Pinned):
         if extent in self._kept:
             self._kept.move_to_end(extent)
             return True
-        return place is not None or extent in self.publishing
+        is_published = place is not None and not place.is_incoming
+        return is_published or extent in self.publishing
 
     def is_here(self, extent: ContentId) -> bool:
         """Return whether a content can be read without its nodes."""
