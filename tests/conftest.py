@@ -10,6 +10,7 @@ import signal
 import tempfile
 import threading
 from collections.abc import Callable, Generator, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -19,6 +20,7 @@ from harness import rdma
 from harness.cluster import living as clusters
 from harness.cluster_mount import CLUSTER, OneNodeMount
 from harness.clusters import LONG_LEASE_S, Apart, Cluster, ClusterMount, Plan
+from harness.etcd import LONG_LIVED
 from harness.etcd_server import EtcdKeys, EtcdServer, end_shared_etcd, new_prefix, shared_etcd
 from harness.forks import end_forking, fork_commands
 from harness.guest.kernel import cache_directory, is_at_hand
@@ -64,6 +66,8 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 def pytest_configure(config: pytest.Config) -> None:
     # A daemon that crashes in somebody's C says where, in its log.
     os.environ.setdefault("PYTHONFAULTHANDLER", "1")
+    # etcd: its idle threads would look for work, on processors that all tests share.
+    os.environ.setdefault("GOMAXPROCS", "1")
     sweep()
     fork_commands()
     # The next checkout, too, finds what hypothesis learnt of our modules.
@@ -321,7 +325,7 @@ class SharedCluster:
     """The cluster that tests of a worker share, and another one after a test that made a part of it end."""
 
     def __init__(self, plan: Plan, program: str = "") -> None:
-        self._plan = plan
+        self._plan = replace(plan, etcd_arguments=LONG_LIVED)
         self._program = program
         self._made: Cluster | None = None
 

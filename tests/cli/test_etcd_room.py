@@ -61,7 +61,7 @@ class Cluster(test_cluster_commands.Cluster):
 
 @pytest.fixture
 def cluster(tmp_path: Path) -> Iterator[Cluster]:
-    with EtcdServer(quota_bytes=QUOTA_BYTES) as server:
+    with EtcdServer(arguments=(f"--quota-backend-bytes={QUOTA_BYTES}",)) as server:
         yield Cluster(server, tmp_path)
 
 

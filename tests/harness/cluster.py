@@ -45,8 +45,7 @@ living: set[Cluster] = set()
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """The parts of a cluster. `beside` puts mount number KEY on the host of node number VALUE;
-    `etcd_quota_bytes` 0 is etcd's own.
+    """The parts of a cluster. `beside` puts mount number KEY on the host of node number VALUE.
     `node_config` and `mount_config` are values for those sections of the configuration file."""
 
     nodes: int = 3
@@ -59,7 +58,7 @@ class Plan:
     cache_bytes: int = 128 * MIB
     tls: bool = False
     namespaces: bool | None = None
-    etcd_quota_bytes: int = 0
+    etcd_arguments: tuple[str, ...] = ()
     beside: Mapping[int, int] = field(default_factory=dict)
     node_config: Mapping[str, object] = field(default_factory=dict)
     mount_config: Mapping[str, object] = field(default_factory=dict)
@@ -88,8 +87,8 @@ class Cluster(Closing):
             )
             data = self.directory / "etcd"
             data.mkdir()
-            quota = (f"--quota-backend-bytes={plan.etcd_quota_bytes}",)
-            self.etcd = Etcd(members, data, self.config_directory if plan.tls else None, quota)
+            credentials = self.config_directory if plan.tls else None
+            self.etcd = Etcd(members, data, credentials, plan.etcd_arguments)
         except BaseException:
             self.close()
             raise

@@ -31,6 +31,8 @@ HEARTBEAT_MS = 100
 ELECTION_MS = 700
 ALONE_HEARTBEAT_MS = 20
 ALONE_ELECTION_MS = 100
+# One that lives as long as its worker may wait longer: each beat costs time, also while no test asks.
+LONG_LIVED = ("--heartbeat-interval=100", "--election-timeout=500")
 # History is dropped all the time, so that whoever cannot stand that fails here.
 KEPT_REVISIONS = 5000
 

@@ -17,7 +17,7 @@ from typing import Self
 import pytest
 
 from harness.closing import Closing
-from harness.etcd import Etcd, free_port, missing_programs
+from harness.etcd import LONG_LIVED, Etcd, free_port, missing_programs
 from harness.network import Host
 from harness.scratch import scratch_directory, sweep
 from harness.tiers import Tier, running
@@ -47,7 +47,6 @@ class EtcdServer(Etcd, Closing):
         *,
         credentials: Path | None = None,
         auth: bool = False,
-        quota_bytes: int = 0,
         arguments: tuple[str, ...] = (),
     ) -> None:
         need_etcd()
@@ -58,7 +57,7 @@ class EtcdServer(Etcd, Closing):
             [Host(f"m{number}", "127.0.0.1") for number in range(members)],
             directory,
             credentials,
-            ("--bcrypt-cost=4", f"--quota-backend-bytes={quota_bytes}", *arguments),
+            ("--bcrypt-cost=4", *arguments),
         )
 
     def __enter__(self) -> Self:
@@ -90,7 +89,7 @@ def shared_etcd() -> EtcdServer:
     """The etcd server that all tests of the session share; do not stop it."""
     if not _shared:
         with running(Tier.ALL):
-            _shared.append(EtcdServer().__enter__())
+            _shared.append(EtcdServer(arguments=LONG_LIVED).__enter__())
     return _shared[0]
 
 

@@ -719,7 +719,8 @@ def test_a_full_etcd_refuses_what_it_did_not_apply_and_can_still_be_read() -> No
                 await engine.transact((), [Put(b"small", b"")])
 
     # Each transaction is written out by itself, so that etcd sees early that it is full.
-    with EtcdServer(quota_bytes=8 << 20, arguments=("--backend-batch-limit=1",)) as server:
+    arguments = ("--quota-backend-bytes=8388608", "--backend-batch-limit=1")
+    with EtcdServer(arguments=arguments) as server:
         trio.run(main, server)
 
 

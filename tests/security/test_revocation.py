@@ -184,7 +184,8 @@ async def fill(engine: EtcdEngine) -> None:
 
 
 async def test_a_mount_that_filled_etcd_is_revoked_and_writes_go_on() -> None:
-    with Cluster(replace(ONLY_ETCD, etcd_quota_bytes=QUOTA_BYTES)) as made:
+    quota = (f"--quota-backend-bytes={QUOTA_BYTES}",)
+    with Cluster(replace(ONLY_ETCD, etcd_arguments=quota)) as made:
         issue(made, "greedy")
         async with made.engine("mount") as engine:
             async with made.engine("mount", "mount-greedy") as greedy:
