@@ -197,7 +197,7 @@ def umount(directory: str | None, lazy: bool, discard: bool, given: str | None) 
         stores.discard_given_store(given)
         return
     mountpoint = mounting.resolve(directory)
-    found = mounting.find_mount(mountpoint)
+    found = mounting.mounted_at(mountpoint)
     if found is None:
         _discard_unmounted(directory, mountpoint, discard, given)
         return

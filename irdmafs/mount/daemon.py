@@ -120,7 +120,7 @@ class _Daemon:
         self._reason = ""
         self._wakeups: FastWakeups | None = None
         self._session = self._mount()
-        found = mounting.find_mount(config.mountpoint)
+        found = mounting.mounted_at(config.mountpoint)
         self._mounted = (found.mount_id, found.device) if found is not None else None
         if found is not None:
             try:
@@ -160,7 +160,7 @@ class _Daemon:
             mounting.mount_fuse(fd, mountpoint, options)
             with if_it_fails(partial(mounting.unmount, mountpoint, lazy=True)):
                 connection = Connection(fd, self._stack_depth(), acls=options.acl)
-                found = mounting.find_mount(mountpoint)
+                found = mounting.mounted_at(mountpoint)
                 submounts = Submounts(found.device if found is not None else "")
         notices = Notices(connection, self._store.extents, self._atimes, submounts, self._tasks)
         self._wakeups = wakeups

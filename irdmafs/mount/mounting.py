@@ -412,7 +412,7 @@ def prepare_mountpoint(path: str, nonempty: bool = False) -> str:
     Raises MountError, which says what is wrong with the directory and what to do.
     """
     real = resolve(path)
-    mount = find_mount(real)
+    mount = mounted_at(real)
     if mount is not None and mount.fstype == "autofs":
         # An automounter (x-systemd.automount) asks for this mount: whoever looks into it waits for us.
         return real
@@ -424,7 +424,7 @@ def prepare_mountpoint(path: str, nonempty: bool = False) -> str:
                     f"if it is stale, remove it with: umount -l {path}"
                 )
             unmount(real, lazy=True)
-            mount = find_mount(real)
+            mount = mounted_at(real)
         elif state == "hung":
             detach = "irdmafs umount --lazy" if mount.fstype == FSTYPE else "umount -l"
             raise MountError(
