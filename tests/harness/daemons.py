@@ -5,9 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import signal
-import socket
 import subprocess
-import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -16,8 +14,6 @@ from . import forks
 from .network import CommandFailed, Host
 
 END_TIMEOUT_S = 30.0
-# In /proc/net/tcp.
-LISTENS = "0A"
 LOG_TAIL_CHARACTERS = 8000
 
 
@@ -144,18 +140,3 @@ def wait_until(
         # A condition that takes the processor long is not asked all the time.
         time.sleep(max(0.01, answered - asked))
         asked = time.monotonic()
-
-
-def is_listened_on(port: int, address: str = "", pid: int | str = "self") -> bool:
-    """Whether somebody accepts connections to a port on the host of a process; it may be another's, which
-    nobody outside can connect to."""
-    packed = int.from_bytes(socket.inet_aton(address or "0.0.0.0"), sys.byteorder)
-    wanted = f"{packed:08X}" if address else ""
-    for name in ("tcp", "tcp6"):
-        with contextlib.suppress(OSError), open(f"/proc/{pid}/net/{name}") as sockets:
-            for line in sockets.readlines()[1:]:
-                _, local, _, state, *_ = line.split()
-                host, _, number = local.rpartition(":")
-                if state == LISTENS and int(number, 16) == port and host.startswith(wanted):
-                    return True
-    return False

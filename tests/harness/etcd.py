@@ -11,13 +11,14 @@ import shutil
 import socket
 import time
 from collections.abc import Iterable, Sequence
+from functools import partial
 from http.client import HTTPConnection, HTTPException
 from pathlib import Path
 from typing import Any
 
 from irdmafs.cli.cluster_admin import etcd_arguments
 
-from .daemons import Daemon, is_listened_on
+from .daemons import Daemon
 from .network import CommandFailed, Host, connect_beside, run
 from .tiers import Tier, allow
 
@@ -176,18 +177,19 @@ class Etcd:
         """Wait until a member, or all that run, answer a linearizable read. Raises CommandFailed."""
         deadline = time.monotonic() + within_s
         for number in self._running() if member is None else [member]:
-            one, (port, _) = self.members[number], self._ports[number]
+            one = self.members[number]
             while True:
                 try:
-                    # etcdctl waits for a second when it is refused.
-                    if is_listened_on(port, one.host.address, one.pid):
+                    if self._answers_http:
+                        self._range(b"health")
+                    else:
+                        # etcdctl waits for a second when it is refused.
+                        self._connect(number).close()
                         self.ctl("get", "health", member=number)
-                        break
-                    said = f"{one.name} does not listen"
+                    break
                 except CommandFailed as error:
-                    said = str(error)
-                if not one.alive or time.monotonic() > deadline:
-                    raise CommandFailed(f"etcd does not answer: {said}\n{one.log_tail()}") from None
+                    if not one.alive or time.monotonic() > deadline:
+                        raise CommandFailed(f"{error}\n{one.log_tail()}") from None
                 time.sleep(0.01)
 
     def _running(self) -> Iterable[int]:
@@ -244,17 +246,22 @@ class Etcd:
 
     def _ask(self, method: str, request: dict[str, Any]) -> dict[str, Any]:
         """As etcdctl does, which takes longer to start than to ask: many tests wait for keys."""
-        (one,), ((port, _),) = self.members, self._ports
         if not self._running():
             raise CommandFailed("no etcd member runs")
-        address = one.host.address, port
-        connection = HTTPConnection(*address, timeout=ANSWER_TIMEOUT_S)
-        if one.host.launcher:
-            try:
-                connection.sock = connect_beside(one.pid, address, ANSWER_TIMEOUT_S)
-            except OSError as error:
-                raise CommandFailed(f"etcd does not answer: {error}") from None
+        connection = HTTPConnection(self.endpoint)
+        connection.sock = self._connect(0)
         return ask(connection, method, request)
+
+    def _connect(self, member: int) -> socket.socket:
+        """Return a connection to a member. Raises CommandFailed."""
+        one, (port, _) = self.members[member], self._ports[member]
+        connect = (
+            partial(connect_beside, one.pid) if one.host.launcher else socket.create_connection
+        )
+        try:
+            return connect((one.host.address, port), ANSWER_TIMEOUT_S)
+        except OSError as error:
+            raise CommandFailed(f"etcd does not answer: {error}") from None
 
     def _status(self, member: int) -> dict[str, Any]:
         # A value of 0 is left out of etcdctl's JSON: "leader" is missing while there is none.

@@ -166,13 +166,10 @@ class Mount(Closing):
     def pids(self) -> list[int]:
         """Processes that serve this mount, found by their command line."""
         found = []
-        for entry in Path("/proc").iterdir():
-            if not entry.name.isdigit():
-                continue
-            with contextlib.suppress(OSError):
-                words = (entry / "cmdline").read_bytes().split(b"\0")
-                if b"irdmafs" in words and b"mount" in words and bytes(self.store) in words:
-                    found.append(int(entry.name))
+        for pid in filter(str.isdigit, os.listdir("/proc")):
+            with contextlib.suppress(OSError), open(f"/proc/{pid}/cmdline", "rb") as file:
+                if {b"irdmafs", b"mount", bytes(self.store)} <= {*file.read().split(b"\0")}:
+                    found.append(int(pid))
         return found
 
     @property
@@ -181,16 +178,17 @@ class Mount(Closing):
 
     def kill9(self) -> None:
         """Kill the daemon the hard way and wait until it is gone. The mountpoint stays, stale."""
-        self._signal(signal.SIGKILL)
-        assert not self.pids()
+        if self._signal(signal.SIGKILL):
+            assert not self.pids()
 
-    def _signal(self, number: int) -> None:
-        """Send a signal to the processes of this mount, and wait until they are gone."""
+    def _signal(self, number: int) -> list[int]:
+        """Send a signal to the processes of this mount, and return them when they are gone."""
         pids = self.pids()
         for pid in pids:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, number)
         eventually(lambda: all(map(has_ended, pids)), f"the daemon of {self.path} ends")
+        return pids
 
     def log_tail(self, characters: int = 3000) -> str:
         with contextlib.suppress(OSError):

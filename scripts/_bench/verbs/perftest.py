@@ -9,7 +9,6 @@ import time
 from collections.abc import Sequence
 from contextlib import suppress
 
-from harness.daemons import is_listened_on
 from harness.network import Unavailable
 from harness.roce import Way
 
@@ -18,6 +17,8 @@ PROGRAMS = ("ib_write_bw", "ib_read_bw", "ib_read_lat")
 ITERATIONS_MIN = 5
 # The default, and queues that are no longer than what the device works on at once.
 DEPTHS = (128, 16)
+# In /proc/net/tcp.
+_LISTENS = "0A"
 _PORT = 18515
 # It fills its buffers first, which takes a while where page faults are slow.
 _START_TIMEOUT_S = 120.0
@@ -98,10 +99,21 @@ def _try(way: Way, program: str, *options: object) -> list[float]:
 
 def _wait_for_port(free: bool, server: subprocess.Popen[bytes] | None = None) -> None:
     deadline = time.monotonic() + _START_TIMEOUT_S
-    while is_listened_on(_PORT) == free:
+    while _is_listened_on() == free:
         if time.monotonic() > deadline or (server is not None and server.poll() is not None):
             raise PerftestFailed(f"port {_PORT} {'is in use' if free else 'is not listened on'}")
         time.sleep(0.02)
+
+
+def _is_listened_on() -> bool:
+    """Return whether a server listens on the port. It would take a connection for that of its client."""
+    for name in ("tcp", "tcp6"):
+        with suppress(OSError), open(f"/proc/net/{name}") as sockets:
+            for line in sockets.readlines()[1:]:
+                _, local, _, state, *_ = line.split()
+                if state == _LISTENS and int(local.rpartition(":")[2], 16) == _PORT:
+                    return True
+    return False
 
 
 def _last(*texts: str) -> str:
