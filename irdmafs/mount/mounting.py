@@ -101,21 +101,21 @@ def user_name(uid: int) -> str:
         return f"user {uid}"
 
 
-def unescape(field: bytes) -> str:
+def unescape(field: str) -> str:
     """Return a path from a table of /proc, in which the kernel writes blanks as octal escapes."""
-    return os.fsdecode(re.sub(rb"\\([0-7]{3})", lambda match: bytes([int(match[1], 8)]), field))
+    return re.sub(r"\\([0-7]{3})", lambda match: chr(int(match[1], 8)), field)
 
 
 def parse_mountinfo(text: bytes) -> list[Mount]:
     """Return the mounts in the order of the table: of several on one mountpoint the last is on top."""
     mounts = []
-    for line in text.split(b"\n"):  # a path may have the other characters that end lines
-        before, _, after = line.partition(b" - ")
-        fields, tail = before.split(b" "), after.split(b" ")
+    for line in os.fsdecode(text).split("\n"):  # a path may have others that end lines
+        before, _, after = line.partition(" - ")
+        fields, tail = before.split(" "), after.split(" ")
         if len(fields) < 6 or len(tail) < 3:
             continue
-        texts = map(unescape if b"\\" in line else os.fsdecode, (*fields[2:6], *tail[:3]))
-        mounts.append(Mount(int(fields[0]), *texts))
+        texts = (*fields[2:6], *tail[:3])
+        mounts.append(Mount(int(fields[0]), *(map(unescape, texts) if "\\" in line else texts)))
     return mounts
 
 

@@ -171,7 +171,7 @@ def _paths_used_by(pid: int) -> Iterator[tuple[str, str]]:
         for line in file:
             fields = line.rstrip(b"\n").split(None, 5)
             if len(fields) == 6:
-                yield "mapping", unescape(fields[5])
+                yield "mapping", unescape(os.fsdecode(fields[5]))
 
 
 def _command_of(pid: int) -> str:

@@ -19,7 +19,7 @@ from harness.daemons import wait_until
 from harness.mount_namespaces import none_is_made
 from harness.network import COMMAND_TIMEOUT_S, run
 from harness.processes import has_ended
-from harness.scratch import mount_points, scratch_directory
+from harness.scratch import is_mounted, scratch_directory
 from irdmafs.mount.mounting import can_mount
 
 needs_fuse = pytest.mark.skipif(
@@ -159,7 +159,7 @@ class Mount(Closing):
 
     def is_mounted(self) -> bool:
         """Whether the mount table has it; asks nothing of the filesystem itself."""
-        return str(self.path) in mount_points()
+        return is_mounted(self.path)
 
     # -- the daemon ---------------------------------------------------------------------------
 

@@ -17,7 +17,7 @@ from irdmafs.mount.mounting import ask_mount
 from . import forks
 from .daemons import Daemon, wait_until
 from .network import COMMAND_TIMEOUT_S, CommandFailed, Host, run
-from .scratch import mount_points
+from .scratch import is_mounted
 
 STATUS_XATTR = "user.irdmafs.status"
 # What a node needs besides extents: its records, and a page for each file.
@@ -142,7 +142,7 @@ class ClusterMount(Daemon):
 
     def is_mounted(self) -> bool:
         """Whether the mount table has it; asks nothing of the filesystem itself."""
-        return str(self.path) in mount_points()
+        return is_mounted(self.path)
 
     def start(self) -> None:
         self.detach()

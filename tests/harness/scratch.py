@@ -55,6 +55,11 @@ def mount_points() -> list[str]:
     return [mount.mountpoint for mount in mounts()]
 
 
+def is_mounted(path: Path) -> bool:
+    """Return whether the table of mounts has a path without blanks. It is not taken apart for that."""
+    return b" %b " % os.fsencode(path) in Path("/proc/self/mountinfo").read_bytes()
+
+
 def sweep() -> None:
     """Take away the processes, mounts and directories of runs that were killed."""
     if not PARENT.is_dir():
