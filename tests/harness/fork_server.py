@@ -31,11 +31,14 @@ from typing import NamedTuple, TypedDict
 
 # Modules that commands import, some of them late. Importing them starts no thread and opens no file.
 MODULES = (
+    "encodings.idna",
     "irdmafs.cli.cluster_admin",
+    "irdmafs.cli.cluster_members",
     "irdmafs.cli.cluster_status",
     "irdmafs.cli.command",
     "irdmafs.mount.daemon",
     "irdmafs.backend.cluster.overview",
+    "irdmafs.backend.cluster.report",
     "irdmafs.backend.model.rendezvous",
     "irdmafs.backend.node.daemon",
     "irdmafs.backend.store.remote.store",
@@ -166,6 +169,10 @@ def main() -> None:
     os.environ["OPENBLAS_NUM_THREADS"] = "1"  # otherwise numpy starts threads when it is imported
     for name in MODULES:
         import_module(name)
+    # msgspec looks at the types of a configuration and of messages when they are first used.
+    config = import_module("irdmafs.backend.cluster.config")
+    config.ClusterConfig.load(os.devnull, {"cluster": {"etcd": ["localhost:1"]}})
+    import_module("irdmafs.backend.transport.operations").codec_for(())
     gc.disable()
     # A collection in a child would copy all pages that it looks at.
     gc.freeze()
