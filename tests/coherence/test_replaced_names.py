@@ -23,6 +23,7 @@ from harness.patterns import pattern, version_of
 
 REPLACEMENTS = int(os.environ.get("IRDMAFS_REPLACEMENTS") or 25)
 SIZE = 9000
+LARGE = 20 * MIB
 LISTINGS = 15
 
 
@@ -164,22 +165,19 @@ def test_an_open_for_reading_empties_what_a_host_just_put_there(here: Path, ther
 
 def test_an_open_that_waits_for_a_content_outlives_the_file() -> None:
     """Its last name goes, and the last descriptor of another open, while the content is on its way."""
-    plan = Plan(nodes=1, mounts=2, replicas=1, store_bytes=640 * MIB, cache_bytes=640 * MIB)
-    with Cluster(plan) as cluster, ThreadPoolExecutor(1) as programs:
+    plan = Plan(nodes=1, replicas=1)
+    with Cluster(plan, links=True) as cluster, ThreadPoolExecutor(1) as programs:
         here, there = (mount.path / "file" for mount in cluster.mounts)
         reader, (node,) = cluster.mounts[1], cluster.nodes
         here.write_bytes(pattern(1, SIZE))
         held = os.open(there, os.O_RDONLY)
-        for attempt in range(10):
-            size = 200 * MIB + attempt
-            here.write_bytes(pattern(2, size))
-            opening = programs.submit(lambda: there.open("r+b").close())
-            while not (opening.done() or is_coming_in(reader.cache, size)):
-                pass
-            node.pause()
-            if not opening.done():
-                break
-            node.resume()
+        here.write_bytes(pattern(2, LARGE))
+        cluster.slow_down(node, LARGE * 8 / 4)
+        opening = programs.submit(lambda: there.open("r+b").close())
+        eventually(lambda: is_coming_in(reader.cache, LARGE), "the content comes")
+        node.pause()
+        assert not opening.done()
+        cluster.slow_down(node, None)
         here.unlink()
         eventually(lambda: not there.exists(), "the other host knows")
         os.close(held)
