@@ -390,7 +390,7 @@ class Model(Machine[State]):
     def _acknowledged(self, state: State, here: int, content: int, config: int) -> State:
         for index, writer in enumerate(state.writers):
             if writer[:3] == (SENDING, content, config) and not writer.acks & here:
-                return self._with_writer(state, index, writer._replace(acks=writer.acks | here))
+                return self._with_writer(state, index, Writer(*writer[:3], writer.acks | here))
         return state
 
     def _applied(self, state: State, index: int, node: Node) -> Node:
@@ -599,7 +599,7 @@ class Model(Machine[State]):
         )
 
     def _with_writer(self, state: State, index: int, writer: Writer) -> State:
-        return state._replace(writers=with_item(state.writers, index, writer))
+        return State(state.log, state.nodes, with_item(state.writers, index, writer), *state[3:])
 
     def _with_put(self, state: State, content: int, config: int) -> State:
         return state._replace(puts=state.puts | {(content, config)})
