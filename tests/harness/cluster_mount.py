@@ -1,6 +1,5 @@
 """A mount of a cluster with one store node, to hold it to what every mount promises."""
 
-import json
 import os
 import shutil
 import subprocess
@@ -56,9 +55,8 @@ class OneNodeMount(Mount):
         """Kill the store node, and have its lease end at once instead of by itself."""
         self._node.kill9()
         etcd = shared_etcd()
-        found = json.loads(etcd.ctl("get", "--prefix", f"/irdmafs/{self._name}/n", "-w", "json"))
-        for pair in found["kvs"]:
-            etcd.ctl("lease", "revoke", f"{pair['lease']:x}")
+        for pair in etcd.range(f"/irdmafs/{self._name}/n".encode())["kvs"]:
+            etcd.revoke(int(pair["lease"]))
 
     def remount(self) -> None:
         """Mount again after a crash, and have the session of before end at once instead of by itself."""

@@ -14,7 +14,7 @@ from harness.etcd_server import need_etcd
 from harness.mountpoint import eventually
 from harness.network import CommandFailed, Host, Network, NoNamespaces, make_network
 from harness.parts import STATUS_XATTR, ClusterMount, StoreNode, run_instead, run_irdmafs
-from harness.scratch import mount_points
+from harness.scratch import is_mounted
 from harness.training import train
 
 __all__ = [
@@ -45,8 +45,7 @@ def counters(place: ClusterMount | Path) -> dict[str, Any]:
 
 def status_at(path: Path) -> dict[str, Any]:
     """Return the status of the mount that a path is on, which is found without a request to it."""
-    points = set(mount_points())
-    top = next(place for place in (path, *path.parents) if str(place) in points)
+    top = next(place for place in (path, *path.parents) if is_mounted(place))
     answer: dict[str, Any] = json.loads(os.getxattr(top, STATUS_XATTR))
     return answer
 

@@ -181,7 +181,7 @@ class Etcd:
             while True:
                 try:
                     if self._answers_http:
-                        self._range(b"health")
+                        self.range(b"health")
                     else:
                         # etcdctl waits for a second when it is refused.
                         self._connect(number).close()
@@ -217,14 +217,14 @@ class Etcd:
 
     def get(self, prefix: bytes) -> dict[bytes, bytes]:
         """All keys that begin with `prefix`, without it, and their values."""
-        return pairs_in(self._range(prefix), prefix)
+        return pairs_in(self.range(prefix), prefix)
 
     def count(self, prefix: bytes) -> int:
         """How many keys begin with `prefix`."""
         # The answer's count is of all keys in the range, however few are sent.
-        return int(self._range(prefix, limit=1).get("count", 0))
+        return int(self.range(prefix, limit=1).get("count", 0))
 
-    def _range(self, prefix: bytes, limit: int = 0) -> dict[str, Any]:
+    def range(self, prefix: bytes, limit: int = 0) -> dict[str, Any]:
         """Return etcd's answer about the keys that begin with `prefix`, as JSON. Raises CommandFailed."""
         if self._answers_http:
             return self._ask("kv/range", range_of(prefix, limit))

@@ -50,13 +50,8 @@ def mounted_on(
         run("umount", "--lazy", path)
 
 
-def mount_points() -> list[str]:
-    """Return the paths where something is mounted; asks nothing of what is mounted there."""
-    return [mount.mountpoint for mount in mounts()]
-
-
 def is_mounted(path: Path) -> bool:
-    """Return whether the table of mounts has a path without blanks. It is not taken apart for that."""
+    """Return whether something is mounted on a path without blanks; asks nothing of what is there."""
     return b" %b " % os.fsencode(path) in Path("/proc/self/mountinfo").read_bytes()
 
 
@@ -69,9 +64,9 @@ def sweep() -> None:
         if match is None or Path(f"/proc/{match[1]}").exists():
             continue
         _kill_users_of(path)
-        for point in mount_points():
-            if Path(point).is_relative_to(path):
-                run("umount", "-l", point, check=False)
+        for mount in mounts():
+            if Path(mount.mountpoint).is_relative_to(path):
+                run("umount", "-l", mount.mountpoint, check=False)
         shutil.rmtree(path, ignore_errors=True)
 
 
