@@ -92,7 +92,7 @@ def publish(source: str, directory: str, expected: int | None, keep: int) -> Non
     SOURCE is on the same mount, and loses its name. Readers use `irdmafs hold`, or irdmafs.client.Versions.
     """
     made = _versions(directory, keep=keep)
-    click.echo(status.printable(made.path(made.publish(source, expected=expected))))
+    click.echo(status.printable(made.path(made.publish(mounting.named(source), expected=expected))))
 
 
 @click.command()
@@ -164,7 +164,7 @@ def clone(source: str, target: str) -> None:
     """
     from ..client import clone
 
-    shared, shared_bytes, copied, copied_bytes = clone(source, target)
+    shared, shared_bytes, copied, copied_bytes = clone(mounting.named(source), target)
     sizes = human_bytes(shared_bytes), human_bytes(copied_bytes)
     click.echo(f"{shared} files shared ({sizes[0]}), {copied} copied ({sizes[1]})")
 

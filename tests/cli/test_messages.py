@@ -196,6 +196,8 @@ def test_what_is_no_store_is_not_discarded(tmp_path: Path) -> None:
         ("versions", ""),
         ("prefetch", ""),
         ("watch", ""),
+        ("publish", "", "DIR"),
+        ("clone", "", "DIR"),
         ("serve", "", "--etcd", "127.0.0.1:1"),
     ],
     ids=" ".join,
