@@ -122,6 +122,14 @@ class MountOptions:
     nonempty: bool = _option(
         False, Switch("nonempty", None, "allow a mountpoint that is not empty")
     )
+    poll: bool = _option(
+        False,
+        Switch(
+            "poll",
+            None,
+            "open files tell by POLLPRI that they are outdated; io_uring writes slowly",
+        ),
+    )
     fsname: str = _option(
         "irdmafs", Value(_parse_name, "a name", "the source that the mount table shows")
     )

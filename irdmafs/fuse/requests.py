@@ -176,6 +176,9 @@ class Requests:
             Opcode.INTERRUPT: _row(wire.INTERRUPT_IN, self._interrupt),
             Opcode.DESTROY: _row(_NO_FIELDS, lambda asked: None),
         }
+        if not self._fs.tells_pollers:
+            # io_uring would ask 255 times for each buffered write. After ENOSYS the kernel answers itself.
+            del rows[Opcode.POLL]
         # Lookups by int are twice as fast as by members of an enumeration.
         return {int(opcode): found for opcode, found in rows.items()}
 

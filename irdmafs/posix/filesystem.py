@@ -29,6 +29,7 @@ class Filesystem:
         self.coherence = block.coherence
         self.atimes = block.atimes
         self.locking = locking
+        self.tells_pollers = block.options.poll
         self.waits = Waits(self._namespace, cache.processes, cache.kernel)
         since = Since(block, self.waits)
         self.names = Names(block, since)

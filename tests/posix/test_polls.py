@@ -2,18 +2,33 @@
 
 import os
 import select
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
+from conftest import make_mount
 from harness.closing import descriptor
 from harness.cluster_mount import CLUSTER
+from harness.clusters import Cluster, ClusterMount
 from harness.file_changes import append, publish, replace
 from harness.mountpoint import Mount, eventually
 from harness.processes import Process, TakeProcess
 
 # pyfuse3 does not carry it.
 SESSIONS = ("kernel", CLUSTER)
+
+
+@pytest.fixture(scope="module")
+def module_mount(session: str) -> Iterator[Mount]:
+    with make_mount(session, "-o", "poll") as mount:
+        yield mount
+
+
+@pytest.fixture(scope="module")
+def hosts(cluster: Cluster) -> Iterator[list[ClusterMount]]:
+    yield [cluster.mounts[0], cluster.add_mount("-o", "poll")]
+    cluster.remove_mount()
+
 
 OPEN = "import select; fd = os.open(file, os.O_RDONLY)"
 POLL = "p = select.poll(); p.register(fd, select.POLLPRI); bool(p.poll({ms}))"
@@ -159,3 +174,17 @@ def test_epoll_tells_of_each_version_by_edge(folder: Path) -> None:
             change(path)
             assert poller.poll(20) != []
             assert poller.poll(0) == []
+
+
+def test_without_the_option_the_kernel_asks_once_and_nothing_is_told(
+    new_mount: Callable[..., Mount],
+) -> None:
+    """io_uring polls 255 times for each buffered write."""
+    mount = new_mount()
+    with mount.requests() as counted, (mount.path / "file").open("w+b") as file:
+        poller, both = select.poll(), select.POLLIN | select.POLLOUT
+        poller.register(file, both | select.POLLPRI)
+        for _ in range(3):
+            replace(mount.path / "file")
+            assert poller.poll() == [(file.fileno(), both)]
+    assert counted["POLL"] <= 1
