@@ -2,7 +2,6 @@
 
 import json
 import os
-import select
 import shutil
 from collections.abc import Callable
 from contextlib import AbstractContextManager
@@ -10,6 +9,8 @@ from pathlib import Path
 from typing import Any
 
 from harness.beside import beside
+
+from irdmafs import client
 
 STEPS = 10
 KEPT = 3
@@ -79,15 +80,12 @@ def test_a_worker_is_told_by_a_pointer_to_a_whole_directory(here: Path, there: P
         (here / "next").rename(here / f"step-{step}")
         (here / "LATEST").write_text(f"step-{step}")
 
-    seen = -1
+    pointer, seen = None, -1
     with publishing(publish):
         while seen < STEPS:
-            with (there / "LATEST").open() as pointer:
-                name = pointer.read()
-                step = int(name.removeprefix("step-"))
-                assert step > seen
-                seen = step
-                assert load(there / name) == {step}
-                poll = select.poll()
-                poll.register(pointer, select.POLLPRI)
-                assert seen == STEPS or poll.poll(30_000)
+            pointer = client.wait(there / "LATEST", pointer, timeout=30)
+            name = (there / "LATEST").read_text()
+            step = int(name.removeprefix("step-"))
+            assert step >= seen
+            seen = step
+            assert load(there / name) == {step}

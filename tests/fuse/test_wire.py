@@ -873,7 +873,7 @@ async def test_opens_for_writing_that_were_lost_leave_nothing(mode: str, content
 async def test_every_request_is_carried_out_but_those_that_the_kernel_answers_itself() -> None:
     unknown = {
         *(Opcode.INIT, Opcode.ACCESS, Opcode.BMAP, Opcode.NOTIFY_REPLY),
-        *(Opcode.SETUPMAPPING, Opcode.REMOVEMAPPING, Opcode.IOCTL),
+        *(Opcode.SETUPMAPPING, Opcode.REMOVEMAPPING, Opcode.IOCTL, Opcode.POLL),
     }
     async with serving() as served:
         refused = {

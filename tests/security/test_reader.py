@@ -84,7 +84,7 @@ def test_a_reader_that_is_mounted_for_writing_by_force_still_changes_nothing(mad
 
 def test_a_reader_prefetches_follows_and_hears_changes(made: Cluster, process: TakeProcess) -> None:
     writer = made.mounts[0].path
-    follower = made.add_mount("--follow", "models", certificate="reader")
+    follower = made.add_mount("--follow", "models", "-o", "poll", certificate="reader")
     succeeded(irdmafs("prefetch", follower.path / "models/weights"))
     before = counters(follower)
     assert (before["role"], before["followed_directories"]) == ("reader", 1)
