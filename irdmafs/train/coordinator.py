@@ -305,13 +305,13 @@ class Coordinator:
             if known is None or known.status != status:
                 known = self._joined[name] = _Worker(status, WatchedLock(path))
             # Another file may have the name by now.
-            if known.lock.is_held() or is_locked(path):
+            if known.lock.is_held() or is_locked(path) or not WatchedLock(path).remove(path):
                 return True
         except OSError as error:
             if error.errno not in (errno.ENOENT, errno.ELOOP, errno.ENXIO):  # ENXIO: a socket
                 raise
+            remove(path)
         log.info("%s: worker %s has ended", self._train.models, name)
-        remove(path)
         return False
 
     # -- commit ------------------------------------------------------------------------------------

@@ -14,9 +14,10 @@ class Lock:
     """A file that this process has locked, until it ends or `close` is called, or that it tries to lock. It
     is a lock of the open file (F_OFD_SETLK), so it does not end with other descriptors of the process."""
 
-    def __init__(self, path: Path) -> None:
-        """Open the file, which is made if there is none. Raises OSError."""
-        self._fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
+    def __init__(self, path: Path, *, makes: bool = True) -> None:
+        """Open the file, which it `makes` if there is none. Raises OSError."""
+        flags = os.O_RDWR | os.O_NONBLOCK | os.O_NOFOLLOW | os.O_CLOEXEC
+        self._fd = _files.look_up(os.open, path, flags | makes * os.O_CREAT, 0o666)
 
     def hold(self, content: bytes = b"") -> bool:
         """Try to lock the file; return whether it is locked now. `content` becomes what the file holds.
@@ -29,6 +30,14 @@ class Lock:
             os.pwrite(self._fd, content, 0)
             os.fsync(self._fd)
         return True
+
+    def is_of(self, path: Path) -> bool:
+        """Return whether a path leads to the file."""
+        return _is_at(self._fd, path)
+
+    def is_being_removed(self) -> bool:
+        """Return whether nobody has the file locked but who removes it (WatchedLock). Raises OSError."""
+        return _locks.try_lock(self._fd, _locks.READ)
 
     @property
     def is_held(self) -> bool:
@@ -68,6 +77,23 @@ class WatchedLock:
     def is_held(self) -> bool:
         """Raises OSError."""
         return _locks.is_locked(self._fd)
+
+    def remove(self, path: Path) -> bool:
+        """Remove the file at a path, if it is this one and nobody has it locked; nobody can lock it
+        meanwhile. Return False if somebody has. Raises OSError."""
+        if not _locks.try_lock(self._fd, _locks.READ):
+            return False
+        if _is_at(self._fd, path):
+            path.unlink(missing_ok=True)
+        _locks.lock(self._fd, _locks.NONE)
+        return True
+
+
+def _is_at(fd: int, path: Path) -> bool:
+    try:
+        return os.path.samestat(os.fstat(fd), _files.look_up(os.lstat, path))
+    except FileNotFoundError:
+        return False
 
 
 def locked_in(folder: Path) -> list[str]:

@@ -15,7 +15,7 @@ from typing import Any, TypeAlias
 
 from ..client import _files
 from ..client._dtypes import Array
-from ..client._files import Closing
+from ..client._files import RENAME_NOREPLACE, Closing, rename
 from ..client._safetensors import encode
 from .config import is_worker_name
 from .directory import LOOK_S, TrainDirectory, hidden, move, params_of, remove
@@ -128,21 +128,30 @@ class Worker(Closing):
         return steps
 
     def _join(self, clock: int) -> Lock:
-        """Take part: a file in workers/, locked before others can see it."""
-        path = self.train.workers / self.name
+        """Take part: a file in workers/, locked before others can see it, or that of a worker that has
+        ended. Who locks that first has the name."""
+        path, content = self.train.workers / self.name, b"%d" % clock
         if is_locked(path):
             raise self._taken()
-        beside = hidden(path)
-        lock = Lock(beside)
-        try:
-            held = lock.hold(b"%d" % clock)
-            assert held, "nobody else has this name"
-            os.rename(beside, path)
-        except BaseException:
-            lock.close()
-            remove(beside)
-            raise
-        return lock
+        until_s = time.monotonic() + LOOK_S
+        while True:
+            with contextlib.ExitStack() as undo:
+                try:
+                    lock, beside = Lock(path, makes=False), None
+                except FileNotFoundError:
+                    beside = hidden(path)
+                    lock = Lock(beside)
+                    undo.callback(remove, beside)
+                undo.callback(lock.close)
+                is_over = time.monotonic() > until_s
+                if not lock.hold(content) and (is_over or not lock.is_being_removed()):
+                    raise self._taken()
+                with contextlib.suppress(FileExistsError):
+                    if beside is not None:
+                        rename(beside, path, RENAME_NOREPLACE)
+                if lock.is_held and lock.is_of(path):
+                    undo.pop_all()
+                    return lock
 
     def close(self) -> None:
         """Take part no longer: nobody waits for this worker any more. What it pushed counts."""

@@ -14,9 +14,10 @@ from harness.mountpoint import NOT_BLOCKING
 from harness.training_runs import everywhere, newest, ones, reduce, same_bits, start
 from safetensors.numpy import save_file
 
-from irdmafs.train import Reducer, Worker, coordinator, directory, part
+from irdmafs.train import Reducer, TrainError, Worker, coordinator, directory, part
+from irdmafs.train import worker as worker_module
 from irdmafs.train.directory import TrainDirectory
-from irdmafs.train.liveness import is_locked
+from irdmafs.train.liveness import Lock, WatchedLock, is_locked
 
 
 @pytest.mark.parametrize("clip", [0.0, 0.5])
@@ -57,6 +58,45 @@ def test_step_is_a_transaction_for_each_push_and_three_for_its_version(cluster: 
     least = [min(np.diff(counted)[4:]) for counted in zip(*took, strict=True)]
     assert least[0] <= 5, took
     assert least[1] <= 120, took
+
+
+def test_of_two_workers_that_begin_at_the_same_time_one_has_the_name(
+    run: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Neither saw the other when it looked, nor did the coordinator see the one."""
+    start(run, small=True)
+    with Worker(run, "a") as worker, Reducer(run) as reducer:
+        monkeypatch.setattr(worker_module, "is_locked", lambda path: False)
+        with pytest.raises(TrainError, match="is taking part"):
+            Worker(run, "a")
+        for name in ("WatchedLock.is_held", "is_locked"):
+            monkeypatch.setattr(f"irdmafs.train.coordinator.{name}", lambda path: False)
+        reduce(reducer)
+        assert worker.push(ones()) == 1 and worker._lock.is_held
+
+
+@pytest.mark.parametrize("is_ended", [True, False])
+def test_a_worker_goes_on_with_the_file_of_one_that_ended_or_another_one(
+    run: Path, monkeypatch: pytest.MonkeyPatch, is_ended: bool
+) -> None:
+    """A coordinator may be about to remove it."""
+    start(run, small=True)
+    path = run / ".train" / "workers" / "a"
+    Worker(run, "a")._lock.close()
+    before = path.stat().st_ino
+    watched = WatchedLock(path)
+    if not is_ended:
+        hold = Lock.hold
+
+        def removed_meanwhile(lock: Lock, content: bytes = b"") -> bool:
+            watched.remove(path)
+            return hold(lock, content)
+
+        monkeypatch.setattr(Lock, "hold", removed_meanwhile)
+    with Worker(run, "a") as worker:
+        assert (path.stat().st_ino == before) is is_ended
+        assert not watched.remove(path) or not is_ended
+        assert worker._lock.is_held and is_locked(path)
 
 
 def test_number_never_has_the_bits_of_another_version(
