@@ -8,6 +8,7 @@ import os
 from pathlib import Path
 
 from ..client import _files, _locks
+from .directory import remove
 
 
 class Lock:
@@ -79,12 +80,12 @@ class WatchedLock:
         return _locks.is_locked(self._fd)
 
     def remove(self, path: Path) -> bool:
-        """Remove the file at a path, if it is this one and nobody has it locked; nobody can lock it
-        meanwhile. Return False if somebody has. Raises OSError."""
+        """Remove what is at a path, if it is this and nobody has it locked; nobody can lock it meanwhile.
+        Return False if somebody has. Raises OSError."""
         if not _locks.try_lock(self._fd, _locks.READ):
             return False
         if _is_at(self._fd, path):
-            path.unlink(missing_ok=True)
+            remove(path)
         _locks.lock(self._fd, _locks.NONE)
         return True
 

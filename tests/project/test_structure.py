@@ -16,8 +16,8 @@ PLACES = {"irdmafs": "irdmafs", "backend": "irdmafs.backend", "scripts": "", "te
 LINES_MAX = 500
 # Budgets: lines of Python and words of pages. They are lowered when something went. What raised them, after
 # what could be made simpler: clones, storing by threads, sending ahead, and tests of what was found.
-PRODUCT_LINES_MAX = 53_908
-TEST_LINES_MAX = 54_877
+PRODUCT_LINES_MAX = 53_909
+TEST_LINES_MAX = 54_888
 PAGE_WORDS_MAX = 24_000
 GENERATED = "_pb2.py"
 # From bottom to top: what each room may import is above it in this list.

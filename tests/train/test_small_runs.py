@@ -99,6 +99,17 @@ def test_a_worker_goes_on_with_the_file_of_one_that_ended_or_another_one(
         assert worker._lock.is_held and is_locked(path)
 
 
+def test_what_is_no_file_of_a_worker_is_removed(run: Path) -> None:
+    start(run, small=True)
+    workers = run / ".train" / "workers"
+    (workers / "directory" / "below").mkdir(parents=True)
+    os.mkfifo(workers / "fifo")
+    (workers / "link").symlink_to("fifo")
+    with Reducer(run) as reducer:
+        reduce(reducer)
+    assert os.listdir(workers) == []
+
+
 def test_number_never_has_the_bits_of_another_version(
     run: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
