@@ -299,6 +299,9 @@ class MountSection:
     small_file: Size = declare(
         Size(64 << 10), "Files up to this size travel inside control messages"
     )
+    names_ahead: int = declare(
+        50_000, "Names that are read at the start; of more, directories are read when they are used"
+    )
     encrypt_data: bool = declare(False, "TLS for data, not only for control; switches RDMA off")
     timeout: Seconds = _mount(
         Seconds(60),

@@ -16,8 +16,10 @@ from typing import Protocol
 import trio
 
 from ..etcd.engine import EtcdEngine
-from ..kv import Compacted, Compares, Conflict, Event, KeyValue, Operations, WentBack
+from ..kv import Change, Compacted, Compares, Conflict, Event, KeyValue, Operations, WentBack
 from ..kv.faults import Faults
+from ..namespace.inode import Unread
+from ..namespace.reading import Reader
 from ..pauses import Pauses
 from .history import History
 
@@ -49,7 +51,8 @@ class Replica:
     barriers of the engine. Waits end with OSError ETIMEDOUT after the engine's time-out.
 
     Keys of no known form do not come to consumers: `faults` are told of them. They forget what was wrong
-    with a record when it changes. `history`, the first consumer, tells when to trust the data.
+    with a record when it changes. `history`, the first consumer, tells when to trust the data; `names`
+    reads names for the consumer that has a tree of them.
     """
 
     def __init__(
@@ -59,8 +62,12 @@ class Replica:
         *,
         faults: Faults | None = None,
         history: History | None = None,
+        names: Reader | None = None,
     ) -> None:
         self._engine = engine
+        self._names = names
+        # Held while names are read, and while what consumers know changes otherwise.
+        self._changing = trio.Lock()
         self._faults = faults or Faults()
         self._history = history
         self._consumers = (*((history,) if history is not None else ()), *consumers)
@@ -156,6 +163,13 @@ class Replica:
         await self._reloaded.wait()
         self._check_open()
 
+    async def learn(self, unread: Unread) -> None:
+        """Have names known that somebody asked for. Raises OSError."""
+        if self._names is None:
+            raise unread
+        async with self._changing:
+            await self._names.learn(unread, self.applied)
+
     def _check_open(self) -> None:
         if self._ended:
             raise trio.ClosedResourceError("the engine is closed")
@@ -163,7 +177,7 @@ class Replica:
     async def _load(self) -> None:
         if self._history is not None:
             await self._history.check()
-        revision, found = await self._engine.snapshot(_START, _END)
+        revision, found = await (self._names or self._engine).snapshot(_START, _END)
         if revision < self.applied:
             raise WentBack(f"it is at revision {revision}, and {self.applied} was known here")
         self._faults.forget()
@@ -171,6 +185,8 @@ class Replica:
         for consumer in self._consumers:
             mine = [record for record in records if record.key.startswith(consumer.prefixes)]
             consumer.load(mine, revision)
+        if self._names is not None:
+            await self._names.settle(revision)
         self.applied = revision
         self._wake()
 
@@ -187,7 +203,7 @@ class Replica:
                         if self._reloaded is not None:
                             self._watching.cancel()
                         async for change in watch:
-                            self._apply(change.revision, change.events)
+                            await self._follow_change(change)
                         return
                 except Compacted as error:
                     log.warning("%s: reading everything anew", error)
@@ -222,13 +238,23 @@ class Replica:
         while True:
             await pauses.wait()
             try:
-                await self._load()
+                async with self._changing:
+                    await self._load()
                 return
             except WentBack as error:
                 if await self._wait_resolved(error):
                     return
             except OSError as error:
                 log.warning("the cluster's keys cannot be read now: %s", error)
+
+    async def _follow_change(self, change: Change) -> None:
+        if self._names is None:
+            self._apply(change.revision, change.events)
+            return
+        async with self._changing:
+            await self._names.prepare(self.applied, change.events)
+            self._apply(change.revision, change.events)
+            await self._names.catch_up(change.revision)
 
     def _apply(self, revision: int, events: Sequence[Event]) -> None:
         if revision <= self.applied:

@@ -108,10 +108,11 @@ class EtcdEngine:
         """Return the keys with start <= key < end in order, as of one revision."""
         return (await self._read(start, end))[1]
 
-    async def snapshot(self, start: bytes, end: bytes) -> tuple[int, list[KeyValue]]:
-        """Return a range and the revision it is of, from which watching goes on without a gap."""
+    async def snapshot(self, start: bytes, end: bytes, at: int = 0) -> tuple[int, list[KeyValue]]:
+        """Return a range and the revision it is of, from which watching goes on without a gap: `at`, 0: the
+        newest one."""
         self.calls.check_trusted()
-        revision, found = await self._read(start, end)
+        revision, found = await self._read(start, end, at)
         self.calls.check_trusted()
         for record in found:
             if record.key == LAST_KEY:
@@ -155,16 +156,23 @@ class EtcdEngine:
         Compacted when the events are too old to be kept."""
         return Watch(self.calls, start, end, from_revision)
 
+    async def has_more(self, start: bytes, end: bytes, keys: int) -> bool:
+        """Return whether a range has more than so many keys."""
+        key, range_end = self.prefix + start, self.prefix + end
+        request = pb.RangeRequest(key=key, range_end=range_end, limit=1, keys_only=True)
+        answer = await self.calls.call(RANGE, request)
+        return int(answer.count) > keys
+
     async def pages(
-        self, start: bytes, end: bytes
+        self, start: bytes, end: bytes, revision: int = 0
     ) -> AsyncGenerator[tuple[int, list[KeyValue]], None]:
-        """Yield the revision that a range is read at, and some keys of it, until there are no more. Raises
-        OSError, EBUSY: the revision was compacted meanwhile.
+        """Yield the revision that a range is read at (0: the newest), and some keys of it, until there are
+        no more. Raises OSError, EBUSY: the revision was compacted meanwhile.
 
         With the keys of a page, etcd counts all that are left of the range it was asked for. So the range
         ends where about two more pages do, if keys are as dense there as those just read.
         """
-        prefix, revision, span = self.prefix, 0, 0
+        prefix, span = self.prefix, 0
         while start < end:
             upto = _ahead(start, span, end) if span else end
             request = pb.RangeRequest(
@@ -188,18 +196,18 @@ class EtcdEngine:
             else:
                 start, span = upto, span * _SPARSER
 
-    async def _read(self, start: bytes, end: bytes) -> tuple[int, list[KeyValue]]:
+    async def _read(self, start: bytes, end: bytes, at: int = 0) -> tuple[int, list[KeyValue]]:
         """Return the revision of a range and all its keys."""
         for tries_left in reversed(range(_TRIES)):
-            revision, found = self.revision, list[KeyValue]()
+            revision, found = at or self.revision, list[KeyValue]()
             try:
-                async with aclosing(self.pages(start, end)) as pages:
+                async with aclosing(self.pages(start, end, at)) as pages:
                     async for read_at, page in pages:
                         revision = read_at
                         found += page
                 break
             except OSError as error:
-                if error.errno != errno.EBUSY or not tries_left:
+                if error.errno != errno.EBUSY or at or not tries_left:
                     raise
         return revision, found
 

@@ -1,7 +1,8 @@
 """The namespace: the tree of directories, names and inodes that programs change."""
 
 from .clones import NewClone
-from .inode import FIRST_VIRTUAL_INO, NAME_MAX, ROOT_INO, Inode, NoInode, fail
+from .inode import FIRST_VIRTUAL_INO, NAME_MAX, ROOT_INO, Inode, NoInode, Unread, fail
+from .known import answered
 from .local import LocalCommitter
 from .namespace import XATTR_SIZE_MAX, Namespace
 from .planner import RENAME_EXCHANGE, RENAME_NOREPLACE, RENAME_WHITEOUT, NewVersion, Outdated
@@ -25,5 +26,7 @@ __all__ = [
     "Outdated",
     "SharedCommitter",
     "Tree",
+    "Unread",
+    "answered",
     "fail",
 ]

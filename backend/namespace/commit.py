@@ -50,9 +50,10 @@ def operations(commit: Commit) -> list[Put | Delete]:
     for parent, name, ino in commit.names:
         key = name_key(parent, name)
         found.append(Put(key, ino.to_bytes(8, "big")) if ino else Delete(key))
+    places = {ino: parent for parent, _, ino in commit.names}
     for inode in commit.inodes:
-        key = inode_key(inode.ino)
-        found.append(Put(key, inode.encode()))
+        place = places.get(inode.ino, inode.parent)
+        found.append(Put(inode_key(inode.ino), inode.encode(place)))
     for ino, time_ns in commit.times:
         key = time_key(ino)
         found.append(Delete(key) if time_ns is None else Put(key, time_ns.to_bytes(8, "big")))

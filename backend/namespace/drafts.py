@@ -8,7 +8,7 @@ A directory whose name begins with ".draft-" is always one: programs that use ir
 from collections.abc import Mapping
 from fnmatch import fnmatchcase
 
-from .inode import Inode, upwards
+from .inode import Inode, Unread, upwards
 
 DRAFTS = b"user.irdmafs.drafts"
 _NAMED = b".draft-"
@@ -31,7 +31,8 @@ def is_named_draft(name: bytes) -> bool:
 
 
 def is_draft(inodes: Mapping[int, Inode], directory: int, *below: bytes) -> bool:
-    """Return whether a directory is a draft, or below one; or else one of the directories `below` it."""
+    """Return whether a directory is a draft, or below one; or else one of the directories `below` it.
+    Raises Unread if the name of one above is not known."""
     names, patterns = [*below], list[bytes]()
     for inode in upwards(inodes, directory):
         if not patterns and DRAFTS in inode.xattrs:
@@ -39,5 +40,7 @@ def is_draft(inodes: Mapping[int, Inode], directory: int, *below: bytes) -> bool
             patterns = inode.xattrs[DRAFTS][:_PATTERNS_MAX_BYTES].split()
             if any(fnmatchcase(name, pattern) for pattern in patterns for name in names):
                 return True
+        if inode.parent and inode.nlink and not inode.name:
+            raise Unread(inode.parent)
         names.append(inode.name)
     return any(map(is_named_draft, names))

@@ -174,7 +174,8 @@ def misplaced(tree: Names, linked: Iterable[int]) -> Iterator[tuple[int, tuple[i
             yield ino, name
     sound: set[int] = set()
     for ino in linked:
-        if ino == ROOT_INO or (not tree.is_empty(ino) and _lies_below_itself(tree, ino, sound)):
+        has_names = ino in tree.known.unread or not tree.has_no_known_name(ino)
+        if ino == ROOT_INO or (has_names and _lies_below_itself(tree, ino, sound)):
             for name in tree.names_of(ino):
                 yield ino, name
 
@@ -186,9 +187,9 @@ def _lies_below_itself(tree: Names, ino: int, sound: set[int]) -> bool:
     while directory != ROOT_INO and directory not in sound:
         passed.add(directory)
         names = tree.names_of(directory)
-        if not names:
+        if not names and directory not in tree.known.placed:
             break  # it was removed
-        directory = names[0][0]
+        directory = names[0][0] if names else tree.inodes[directory].parent
         if directory == ino:
             return True
         if directory in passed:

@@ -80,6 +80,8 @@ class _Record(NamedTuple):
     birth_ns: _Time = 0
     origin: Count = 0
     maker: Annotated[int, msgspec.Meta(ge=1 - 2**63, le=2**63 - 1)] = 0
+    # The directory that holds it, as of when the record was put: one of them, if it has several names.
+    place: Count = 0
 
 
 _decode = msgspec.msgpack.Decoder(_Record).decode
@@ -124,12 +126,16 @@ class Inode:
         self.xattrs = NO_XATTRS
         self.layout = NO_LAYOUT
 
-    def encode(self) -> bytes:
+    def encode(self, place: int = 0) -> bytes:
+        """Return the record; `place`: the directory that is to hold the inode, 0: not said."""
         record = (
             self.mode, self.uid, self.gid, self.nlink, self.rdev, self.size, self.blocks,
             self.atime_ns, self.mtime_ns, self.ctime_ns, self.version, self.extent,
             self.target, self.xattrs, self.layout,
         )  # fmt: skip
+        if place:
+            more = self.digests, self.birth_ns, self.origin, self.maker, place
+            return _encode((*record, *more))
         if self.maker or self.origin:
             return _encode((*record, self.digests, self.birth_ns, self.origin, self.maker))
         if self.birth_ns:
@@ -138,14 +144,15 @@ class Inode:
 
     @classmethod
     def decode(cls, ino: int, value: bytes, revision: int) -> "Inode":
-        """Return the inode of a record. Raises msgspec.DecodeError when the record is damaged."""
+        """Return the inode of a record. Its `parent` is what the record says, until a name is known. Raises
+        msgspec.DecodeError when the record is damaged."""
         inode = cls.__new__(cls)
         inode.ino = ino
         (
             inode.mode, inode.uid, inode.gid, inode.nlink, inode.rdev, inode.size, inode.blocks,
             inode.atime_ns, inode.mtime_ns, inode.ctime_ns, inode.version, inode.extent,
             inode.target, inode.xattrs, inode.layout, inode.digests, inode.birth_ns, inode.origin,
-            inode.maker,
+            inode.maker, inode.parent,
         ) = _decode(value)  # fmt: skip
         if inode.mode >> 12 not in _KINDS:
             raise msgspec.ValidationError(f"{inode.mode:o} is no mode")
@@ -158,7 +165,7 @@ class Inode:
         elif inode.size > SIZE_MAX or inode.layout.stripes(inode.size) > _STRIPES_MAX:
             stripes = inode.layout.stripes(inode.size)
             raise msgspec.ValidationError(f"{inode.size} bytes in {stripes} stripes")
-        inode.parent = inode.more = 0
+        inode.more = 0
         inode.name = b""
         inode.revision = revision
         return inode
@@ -176,6 +183,16 @@ class Inode:
         new.digests, new.revision = self.digests, self.revision
         new.birth_ns, new.maker, new.origin = self.birth_ns, self.maker, self.origin
         return new
+
+
+def told_of(record: bytes) -> tuple[bool, int]:
+    """Return whether a record is a directory's, and the directory that holds the inode; 0: it does not
+    say."""
+    try:
+        found = _decode(record)
+    except msgspec.DecodeError:
+        return False, 0
+    return stat.S_ISDIR(found.mode), found.place
 
 
 def is_name(name: bytes) -> bool:
@@ -219,6 +236,16 @@ class NoInode(OSError, KeyError):
 
     def __init__(self) -> None:
         super().__init__(errno.ESTALE, os.strerror(errno.ESTALE))
+
+
+class Unread(OSError):
+    """EAGAIN: names in `directory` are not known here yet; `below`: nor all in those below it. 0: names
+    anywhere. Who asked reads them (Replica.learn), and asks again."""
+
+    def __init__(self, directory: int, *, below: bool = False) -> None:
+        super().__init__(errno.EAGAIN, f"names in directory {directory} are not read yet")
+        self.directory = directory
+        self.below = below
 
 
 def damaged(ino: int) -> OSError:

@@ -19,6 +19,8 @@ from .tree import Tree
 
 log = logging.getLogger(__name__)
 
+_QUOTAS = (b"q", b"r")
+
 
 class LocalCommitter:
     """Commits changes of a tree whose map no other process changes."""
@@ -61,7 +63,10 @@ class LocalCommitter:
         published. Return whether there was a crash; then visit(inode) was called with all others."""
         tree, records = self._tree, self._tree.records
         self._next_ino = tree.last_ino() + 1
-        tree.load_quotas()
+        for key, _ in list(records.range(*_QUOTAS)):
+            tree.quotas.take_limits(tree.inodes[int.from_bytes(key[1:], "big")])
+        if tree.quotas.in_use:
+            tree.quotas.update(())
         if records.note is not None:
             tree.inodes.totals = msgspec.msgpack.decode(records.note, type=Totals)
         else:

@@ -14,7 +14,7 @@ import contextlib
 import errno
 import os
 import struct
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from operator import itemgetter
 from typing import Final
 
@@ -26,6 +26,7 @@ from .inode import (
     ROOT_INO,
     Inode,
     NoInode,
+    Unread,
     damaged,
     fail,
     inode_key,
@@ -34,6 +35,7 @@ from .inode import (
     time_key,
     upwards,
 )
+from .known import Known
 
 _HEADER: Final = struct.Struct(">QQIIB")
 _INODES: Final = (b"i", b"j")
@@ -50,7 +52,8 @@ class Names:
     (Inode.maker: its number, negative when the writers of the file have gone). Every mount's tree has the
     names, so that nobody else makes them, and all but the maker pass over them (docs/sharing.md, "When
     other hosts see a new file"). `unseen` are the inodes whose names are not seen here; `maker` is the
-    number of this mount; is_mounted(number) returns whether a mount has a session now."""
+    number of this mount; is_mounted(number) returns whether a mount has a session now. To ask for a name
+    that is not `known` raises Unread."""
 
     def __init__(self, records: Map, maker: int, is_mounted: Callable[[int], bool]) -> None:
         self.records = records
@@ -58,6 +61,7 @@ class Names:
         # By number; True: its kind is a guess, as no record of it was ever sound here.
         self.damaged: dict[int, bool] = {}
         self.unseen: set[int] = set()
+        self.known = Known(records, self.inodes)
         # By subvolume, the next inode number that is not reserved, and the revision of that record.
         self._blocks: dict[int, tuple[int, int]] = {}
         self.maker = maker
@@ -101,6 +105,7 @@ class Names:
             return self.inode(self.parent_of(parent))
         if len(name) > NAME_MAX:
             raise fail(errno.ENAMETOOLONG)
+        self.known.require(parent)
         return None
 
     def parent_of(self, directory: int) -> int:
@@ -111,7 +116,7 @@ class Names:
         return inode.parent or directory
 
     def below(self, ino: int) -> list[tuple[bytes, int]]:
-        """Return a snapshot of all names in a directory and their inode numbers."""
+        """Return a snapshot of all names that are known in a directory and their inode numbers."""
         return [
             (key[9:], int.from_bytes(value[:8], "big"))
             for key, value in self.records.range(*_in(ino))
@@ -119,10 +124,17 @@ class Names:
 
     def children(self, ino: int) -> list[tuple[bytes, int]]:
         """Return a snapshot of the names seen in a directory and their inode numbers."""
+        self.known.require(ino)
         found, unseen = self.below(ino), self.unseen
         return [one for one in found if one[1] not in unseen] if unseen else found
 
     def is_empty(self, directory: int) -> bool:
+        if not self.has_no_known_name(directory):
+            return False
+        self.known.require(directory)
+        return True
+
+    def has_no_known_name(self, directory: int) -> bool:
         return self.records.first(*_in(directory)) is None
 
     def parents_of(self, ino: int) -> Sequence[int]:
@@ -132,7 +144,7 @@ class Names:
         except KeyError:
             return ()
         if not inode.name:
-            return ()
+            return (inode.parent,) if ino in self.known.placed else ()
         if not inode.more:
             return (inode.parent,)
         found = {inode.parent: None}
@@ -163,6 +175,8 @@ class Names:
         for inode in upwards(self.inodes, directory):
             if inode.ino == ROOT_INO:
                 return b"".join(reversed(names))
+            if inode.ino in self.known.placed:
+                raise Unread(inode.parent)
             if not inode.nlink or not inode.name:
                 break
             names.append(b"/" + inode.name)
@@ -176,6 +190,8 @@ class Names:
             if inode.ino == ROOT_INO:
                 return True
             passed.add(inode.ino)
+            if inode.ino in self.known.placed:
+                continue
             if inode.ino in elsewhere or not inode.nlink or not inode.name:
                 break
         elsewhere |= passed
@@ -201,12 +217,26 @@ class Names:
         if len(name) > NAME_MAX:
             return 0
         value = self.records.get(b"d" + parent.to_bytes(8, "big") + name)
+        if value is None:
+            self.known.require(parent)
         return int.from_bytes(value[:8], "big") if value is not None else 0
 
     def name_revision(self, parent: int, name: bytes) -> int:
         """Return the revision that last put a name, 0: there is none."""
         value = self.records.get(name_key(parent, name)) if len(name) <= NAME_MAX else None
+        if value is None:
+            self.known.require(parent)
         return int.from_bytes(value[8:], "big") if value is not None else 0
+
+    def check_names(self, inodes: Iterable[Inode]) -> None:
+        """Raise Unread unless all names of these files are known: whoever follows one of their directories
+        is told of their changes."""
+        for inode in () if self.known.everything else inodes:
+            known = self.inodes.get(inode.ino)
+            if known is not None and not known.is_dir and known.revision:
+                names = known.more + bool(known.name or known.ino in self.known.placed)
+                if known.nlink > names and known.ino not in self.damaged:
+                    raise Unread(0)
 
     def next_block(self, subvolume: int) -> tuple[int, int]:
         """Return the next inode number of a subvolume (ROOT_INO: outside of all) that is not reserved, and

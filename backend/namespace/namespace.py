@@ -106,8 +106,10 @@ class Namespace:
         try:
             return await self._carry_out(plan)
         except OSError as error:
+            if error.errno != errno.ENOTEMPTY:
+                raise
             directory = self.tree.ino_behind(parent, name)
-            if error.errno != errno.ENOTEMPTY or directory not in self.writable:
+            if directory not in self.writable:
                 raise
             if (left := self.tree.left_in(directory)) is None:
                 raise

@@ -5,6 +5,7 @@ from typing import Protocol
 
 from ..kv import Compare, Delete, Put
 from .commit import Commit
+from .inode import Unread
 
 
 class Hub(Protocol):
@@ -21,6 +22,9 @@ class Hub(Protocol):
 
     async def reload(self) -> None:
         """Have the tree loaded anew."""
+
+    async def learn(self, unread: Unread) -> None:
+        """Have the tree know names that somebody asked for. Raises OSError."""
 
 
 class Claims(Protocol):

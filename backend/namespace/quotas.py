@@ -78,7 +78,8 @@ _NOTHING = Charge((), 0)
 
 class Quotas:
     """The quotas of a tree, of which it is given the parts; below(directory) returns the names in it and
-    the inodes that they lead to. `in_use` is False while there are none."""
+    the inodes that they lead to; require(directory) raises Unread unless all that is below is known.
+    `in_use` is False while there are none."""
 
     def __init__(
         self,
@@ -86,11 +87,13 @@ class Quotas:
         below: Callable[[int], Sequence[tuple[bytes, int]]],
         parents_of: Callable[[int], Sequence[int]],
         path_of: Callable[[int], bytes],
+        require: Callable[[int], None],
     ) -> None:
         self._inodes = inodes
         self._below = below
         self._parents_of = parents_of
         self._path_of = path_of
+        self._require = require
         self.in_use = False
         self.usages: dict[int, Usage] = {}  # by the directory that has the quota
         # The charge of every inode below a quota.
@@ -102,14 +105,25 @@ class Quotas:
 
     def above(self, directory: int) -> tuple[int, ...]:
         """Return the directories to whose quotas the names in a directory are charged."""
-        return tuple(one.ino for one in upwards(self._inodes, directory) if one.ino in self.usages)
+        return self._known(self._above(directory))
 
     def of(self, ino: int) -> tuple[int, ...]:
         """Return the directories to whose quotas an inode is charged."""
+        return self._known(self._of(ino))
+
+    def _known(self, quotas: tuple[int, ...]) -> tuple[int, ...]:
+        for quota in quotas:
+            self._require(quota)
+        return quotas
+
+    def _above(self, directory: int) -> tuple[int, ...]:
+        return tuple(one.ino for one in upwards(self._inodes, directory) if one.ino in self.usages)
+
+    def _of(self, ino: int) -> tuple[int, ...]:
         parents = self._parents_of(ino)
         if len(parents) == 1:
-            return self.above(parents[0])
-        return tuple(sorted({quota for parent in parents for quota in self.above(parent)}))
+            return self._above(parents[0])
+        return tuple(sorted({quota for parent in parents for quota in self._above(parent)}))
 
     def around(self, ino: int) -> list[Usage]:
         """Return the quotas that an inode belongs to, or what is made in it if it is a directory."""
@@ -151,10 +165,10 @@ class Quotas:
 
     def refuse_growth(self, ino: int, status: os.stat_result, offset: int, length: int) -> None:
         """Raise OSError EDQUOT when a content of a file, which has this stat, could not be published once
-        so many more bytes were allocated at an offset."""
+        so many more bytes were allocated at an offset, by what is known now: publishing it tells."""
         allocated = status.st_blocks * _BLOCK_BYTES
         after = min(allocated + length, max(allocated, status.st_size, offset + length))
-        self.admit(ino, self.of(ino), -(-after // _BLOCK_BYTES))
+        self.admit(ino, self._of(ino), -(-after // _BLOCK_BYTES))
 
     def _exceeded(self, directory: int, limit: str) -> OSError:
         path = os.fsdecode(self._path_of(directory)) or "/"
@@ -204,7 +218,7 @@ class Quotas:
         """Return whether an inode belongs to other quotas than it did."""
         before = self._charges.get(ino, _NOTHING)
         inode = self._inodes.get(ino)
-        quotas = self.of(ino) if inode is not None else ()
+        quotas = self._of(ino) if inode is not None else ()
         size = inode.blocks * _BLOCK_BYTES if inode is not None and quotas else 0
         if quotas != before.quotas or size != before.bytes:
             self.charge(ino, Charge(quotas, size))

@@ -26,7 +26,7 @@ from ...inline import detach
 from ..kv import Compare, Conflict, Put, Unchanged
 from .commit import Commit, compares, operations
 from .deferred import Deferred
-from .inode import Inode, fail, inode_key, time_key
+from .inode import Inode, Unread, fail, inode_key, time_key
 from .numbers import ALL_INOS, InodeNumbers, Spent
 from .others import Claims, Hub
 from .tree import Tree
@@ -107,7 +107,13 @@ class SharedCommitter:
                 seen = self._tree.records.begun_count
                 try:
                     commit = plan()
+                    if commit is not None:
+                        self._tree.check_names((*commit.inodes, *commit.gone))
                 except Spent:
+                    continue
+                except Unread as unread:
+                    await detach()
+                    await self._hub.learn(unread)
                     continue
                 except OSError:
                     if fresh:

@@ -35,7 +35,6 @@ from .watches import Watches
 
 # So many records are taken at once when a tree is loaded.
 _LOADED_AT_ONCE = 4096
-_QUOTAS = (b"q", b"r")
 # So many names that directories cannot have yet are remembered.
 _WAITING_MAX = 100
 # The revision of every record of a process that has its map alone.
@@ -80,18 +79,12 @@ class Tree(Names):
         self._waiting: dict[tuple[int, bytes], tuple[int, int]] = {}
         # The names that lead elsewhere by the newest change, with the inodes before and after it, 0: none.
         self._led: list[tuple[int, bytes, int, int]] = []
-        self.quotas = Quotas(self.inodes, self.below, self.parents_of, self.path_of)
-        self.watches = Watches(self.inodes, self.parents_of)
+        require = self.known.require_all_below
+        self.quotas = Quotas(self.inodes, self.below, self.parents_of, self.path_of, require)
+        self.watches = Watches(self.inodes, self.parents_of, require)
         self.clones = Clones(self.inodes)
         # A directory has, or had, the attribute of drafts, or the name of one.
         self.has_drafts = False
-
-    def load_quotas(self) -> None:
-        """Note the quotas of a map that was filled before."""
-        for key, _ in list(self.records.range(*_QUOTAS)):
-            self.quotas.take_limits(self.inodes[int.from_bytes(key[1:], "big")])
-        if self.quotas.in_use:
-            self.quotas.update(())
 
     def last_ino(self, subvolume: int = ROOT_INO) -> int:
         """Return the largest number of an inode, in a subvolume or outside of all."""
@@ -104,7 +97,9 @@ class Tree(Names):
     def load(self, records: Iterable[KeyValue], revision: int) -> None:
         """Replace the tree by these records. Differences count as events that come now."""
         if self._is_loaded:
+            self._is_loaded = False
             self.apply(revision, differences(self, records, revision))
+            self._is_loaded = True
             return
         self._is_loaded = True
         ordered = load_order(records)
@@ -113,7 +108,9 @@ class Tree(Names):
         self.inodes.are_compared = self._listener is not None
 
     def apply(self, revision: int, events: Sequence[Event]) -> None:
-        before = self.take(self.news(events))
+        before = self.take(
+            self.news(events if self.known.everything else self.known.concerning(events))
+        )
         if self._listener is not None:
             self._tell(self._listener, before)
 
@@ -125,9 +122,11 @@ class Tree(Names):
         for led in self._led:
             listener.name_changed(*led)
 
-    def take(self, events: Iterable[Event]) -> dict[int, Inode | None]:
+    def take(
+        self, events: Iterable[Event], places: Iterable[tuple[int, int]] = ()
+    ) -> dict[int, Inode | None]:
         """Apply the events of one transaction, or of several at once. Return the inodes that they changed,
-        as they were before."""
+        as they were before. `places`: inodes without a known name, and the directories that hold them."""
         self._led.clear()
         times, damaged, inodes, names, gone, blocks = changes_of(events, self._faults.add)
         size = 1024 * (len(names) + len(inodes))
@@ -162,6 +161,10 @@ class Tree(Names):
             self._take_names_from(ino)
             if ino in self.inodes:
                 self._let_go(self.inodes[ino])
+        for ino, parent in places:
+            if ino in self.inodes and not self.inodes[ino].name:
+                self.inodes.changing(ino).parent = parent
+                self.known.placed.add(ino)
         if self._linked_directories:
             self._refuse_misplaced()
         if self._waiting and self._concern_directories({inode.ino for inode, _ in inodes}):
@@ -358,6 +361,11 @@ class Tree(Names):
         ino = inode.ino
         if known is not None:
             inode.parent, inode.name, inode.more = known.parent, known.name, known.more
+        else:
+            inode.parent = 0  # until a name is known
+            is_new = ino == ROOT_INO or (self._is_loaded and ino in self._making)
+            if inode.is_dir and not (self.known.everything or is_new):
+                self.known.unread.add(ino)
         if inode.is_dir:
             inode.nlink = (known.nlink if known is not None else 0) or 2
             self.inodes.date(inode)
@@ -426,9 +434,12 @@ class Tree(Names):
             inode.more += 1
         else:
             inode.parent, inode.name = parent, name
+        if not self.known.everything:
+            self.known.linked(ino, parent)
         if inode.is_dir:
             self.has_drafts |= is_named_draft(name)
-            if parent != ROOT_INO and not self.inodes[parent].name:
+            is_nameless = parent != ROOT_INO and not self.inodes[parent].name
+            if is_nameless and parent not in self.known.placed:
                 self.inodes.changing(parent).parent = 0
         return inode.is_dir
 
@@ -450,7 +461,7 @@ class Tree(Names):
         else:
             inode.name = b""
             # A removed directory keeps its parent only while it is empty: parents are in no circle.
-            if not (inode.is_dir and self.is_empty(ino)):
+            if not (inode.is_dir and self.has_no_known_name(ino)):
                 inode.parent = 0
             if not inode.is_dir:
                 if ino in self.damaged and not inode.revision:
@@ -481,6 +492,8 @@ class Tree(Names):
         ino = inode.ino
         self.unseen.discard(ino)
         self.damaged.pop(ino, None)
+        if not self.known.everything:
+            self.known.forget(ino)
         if inode.is_dir:
             self.quotas.forget(ino)
         if ino in self._making:

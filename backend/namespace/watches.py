@@ -33,13 +33,18 @@ class _Watch:
 
 
 class Watches:
-    """The counters of a tree with these inodes; `parents_of` returns the directories that hold one."""
+    """The counters of a tree with these inodes; `parents_of` returns the directories that hold one;
+    require(directory) raises Unread unless all that is below is known."""
 
     def __init__(
-        self, inodes: Mapping[int, Inode], parents_of: Callable[[int], Sequence[int]]
+        self,
+        inodes: Mapping[int, Inode],
+        parents_of: Callable[[int], Sequence[int]],
+        require: Callable[[int], None],
     ) -> None:
         self._inodes = inodes
         self._parents_of = parents_of
+        self._require = require
         self._watched: dict[int, _Watch] = {}
         self.in_use = False
         # The newest counter: each change has one, and each directory that begins to be watched.
@@ -97,6 +102,7 @@ class Watches:
                 above += self._parents_of(ino)
 
     def _watch(self, directory: int) -> _Watch:
+        self._require(directory)
         watch = self._watched.get(directory)
         if watch is None:
             if len(self._watched) >= _WATCHED_MAX:

@@ -11,7 +11,7 @@ import trio
 
 from ..files.extents import ExtentStore, copy_contents, when_unlocked
 from ..model.records import ContentId, Layout
-from ..namespace import NAME_MAX, Inode, Namespace, NewClone, NewVersion, fail
+from ..namespace import NAME_MAX, Inode, Namespace, NewClone, NewVersion, Unread, fail
 
 if TYPE_CHECKING:
     from .remote.locks import SharedLocks
@@ -58,6 +58,10 @@ class Store(Protocol):
 
     def retire(self, extent: ContentId) -> None:
         """Free a content that no version names any more, as soon as nothing pins it."""
+
+    async def learn(self, unread: Unread) -> None:
+        """Have the namespace know names that somebody asked for. Raises OSError."""
+        raise unread
 
     def layout(self, parent: int, name: bytes) -> Layout:
         """Return where the contents of a file created under this name are to be kept."""

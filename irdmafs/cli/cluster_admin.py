@@ -271,7 +271,8 @@ async def _make_subvolume(engine: EtcdEngine, settings: Settings, parent: int, n
         conditions.append((inode_key(ROOT_INO), 0))
     else:
         conditions.append(Exists(inode_key(parent)))
-    puts = [Put(inode_key(inode.ino), inode.encode()) for inode in inodes]
+    places = {subvolume: parent}
+    puts = [Put(inode_key(one.ino), one.encode(places.get(one.ino, 0))) for one in inodes]
     puts += [
         Put(name_key(parent, name), subvolume.to_bytes(8, "big")),
         Put(time_key(parent), now.to_bytes(8, "big")),

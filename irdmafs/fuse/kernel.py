@@ -14,6 +14,7 @@ import logging
 import os
 import select
 import time
+from collections.abc import Awaitable
 from types import CoroutineType
 from typing import Any, Final
 
@@ -21,11 +22,12 @@ import trio
 
 from .. import inline
 from ..backend.files.extents import asking_user
+from ..backend.namespace import Unread, answered, fail
 from ..posix.filesystem import Filesystem
 from .connection import Connection
 from .counts import Counts
 from .notices import Notices
-from .requests import NoPayload, Requests, Row
+from .requests import NoPayload, Requests, Result, Row
 from .tasks import Deferred, Tasks, Waiting, WaitingRequests
 from .wakeups import FastWakeups
 from .wire import BODY, IN_HEADER, OUT_HEADER, Malformed, Opcode, Request, decode_names
@@ -46,6 +48,8 @@ _LETTING_GO = (Opcode.RELEASE, Opcode.FORGET, Opcode.BATCH_FORGET)
 # Requests that may be answered before releases and forgets that came earlier are carried out.
 _GO_AHEAD = frozenset(map(int, _LOOKING + _LETTING_GO))
 _PUT_OFF_MAX = 1024
+# Their values are in the buffer until the next request comes.
+_WITH_VALUES = (Opcode.SETXATTR, Opcode.WRITE)
 _WITHOUT_ANSWER = (Opcode.FORGET, Opcode.BATCH_FORGET, Opcode.INTERRUPT)
 
 
@@ -70,6 +74,7 @@ class KernelSession:
         self.deferred = deferred = Deferred(filesystem, tasks)
         self.waiting = waiting = WaitingRequests(filesystem.processes, tasks)
         self._rows = Requests(connection, filesystem, notices, deferred, waiting).rows
+        self._learn = filesystem.cache.host.store.learn
         self._counts = counts
         self._trace = log.isEnabledFor(logging.DEBUG)
         self._finished = trio.Event()
@@ -186,7 +191,12 @@ class KernelSession:
         except inline.Detached as detached:
             waiting = self.waiting.add(request, any_signal=detached.any_signal)
             rest = inline.Rest(result) if result.__class__ is CoroutineType else result
-            self._tasks.start_soon(self._finish, request, row, waiting, rest)
+            self._tasks.start_soon(self._finish, request, row, fields, waiting, rest)
+            return
+        except Unread as unread:
+            waiting = self.waiting.add(request, any_signal=False)
+            rest = self._again(request, row, fields, unread)
+            self._tasks.start_soon(self._finish, request, row, fields, waiting, rest)
             return
         except Exception as error:
             self.fail(request, error)
@@ -197,14 +207,38 @@ class KernelSession:
         except OSError as error:
             self._connection.not_answered(error)
 
+    async def _again(
+        self, request: Request, row: Row, fields: tuple[Any, ...], unread: Unread
+    ) -> Result:
+        """Carry out a request that asked for a name which is not known, when it is."""
+
+        async def ask() -> Result:
+            result = row.carry_out(request, *fields)
+            if result.__class__ is NoPayload:
+                raise fail(result.code)
+            return await result if result.__class__ in (CoroutineType, inline.Rest) else result
+
+        if request.opcode in _WITH_VALUES:
+            raise unread
+        await self._learn(unread)
+        return await answered(ask, self._learn)
+
     async def _finish(
-        self, request: Request, row: Row, waiting: Waiting, rest: inline.Rest[Any]
+        self,
+        request: Request,
+        row: Row,
+        fields: tuple[Any, ...],
+        waiting: Waiting,
+        rest: Awaitable[Result],
     ) -> None:
         """Run a request that waits, in a task of its own; INTERRUPT may cancel it."""
         asking_user.set(str(request.uid))
         with waiting.scope as scope:
             try:
-                result = await rest
+                try:
+                    result = await rest
+                except Unread as unread:
+                    result = await self._again(request, row, fields, unread)
                 payload = (result or b"") if row.pack is None else row.pack(result)
                 self._connection.answer(request.unique, payload)
             except Exception as error:

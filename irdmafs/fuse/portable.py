@@ -12,11 +12,13 @@ import logging
 import os
 from collections.abc import Awaitable, Callable, Coroutine, Iterator
 from contextlib import contextmanager, nullcontext
+from functools import partial
 from typing import Any
 
 import pyfuse3
 import trio
 
+from ..backend.namespace import answered
 from ..coherence.kernel_cache import KernelCache
 from ..coherence.nodes import Handle, Node, NodeTable
 from ..posix.calls import Attributes, Caller, Space
@@ -254,7 +256,7 @@ def _adapted(filesystem: Filesystem, counts: Counts) -> pyfuse3.Operations:
     inode) the kernel must not keep the attributes of a lookup, and getattr, whose answer has no
     node id, returns the inode's number. Listings have the node that has the inode's number.
     """
-    locks = filesystem.coherence.kernel_locks
+    locks, learn = filesystem.coherence.kernel_locks, filesystem.cache.host.store.learn
 
     def wrap(name: str, method: Callable[..., Coroutine[Any, Any, Any]]) -> Callable[..., Any]:
         kind = Opcode[name.upper()]
@@ -266,7 +268,7 @@ def _adapted(filesystem: Filesystem, counts: Counts) -> pyfuse3.Operations:
             try:
                 held = (args[at] for at in locked)
                 with nullcontext() if locks is None else locks.hold(*held):
-                    result = await method(*args)
+                    result = await answered(partial(method, *args), learn)
             except Exception as error:
                 raise pyfuse3.FUSEError(counts.failed(kind.name, error)) from error
             if isinstance(result, Attributes):

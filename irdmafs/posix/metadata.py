@@ -41,6 +41,12 @@ class Operations:
 class Metadata(Operations):
     """Shows and changes what stat(2) and statfs(2) show, and makes the kernel ask for it again."""
 
+    def __init__(
+        self, cache: Cache, coherence: Coherence, atimes: Atimes, options: MountOptions
+    ) -> None:
+        super().__init__(cache, coherence, atimes, options)
+        self._unread = self._namespace.tree.known.unread
+
     # -- shown -----------------------------------------------------------------------------------
 
     def attributes(self, node_id: int) -> Attributes:
@@ -66,6 +72,8 @@ class Metadata(Operations):
         options = self._options
         entry.st_mode = mode & ~(options.umask or 0)
         entry.st_nlink = inode.nlink
+        if inode.is_dir and inode.ino in self._unread:
+            entry.st_nlink = 1  # as on btrfs: not known
         node.told = privileges_of(inode) if mode & SET_IDS or inode.xattrs else 0
         entry.st_uid = inode.uid if options.uid is None else options.uid
         entry.st_gid = inode.gid if options.gid is None else options.gid

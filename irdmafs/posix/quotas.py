@@ -26,6 +26,7 @@ def used(namespace: Namespace, directory: int, name: bytes) -> bytes:
     """Return what is charged to a directory. Raises OSError ENODATA for one without a quota."""
     if (usage := namespace.quotas.usages.get(directory)) is None:
         raise fail(errno.ENODATA)
+    namespace.tree.known.require_all_below(directory)
     return b"%d" % (usage.bytes if name == USED_BYTES else usage.inodes)
 
 
@@ -33,6 +34,8 @@ def report(namespace: Namespace) -> list[dict[str, Any]]:
     """Return the fullest quotas for `irdmafs status`, the fullest first."""
     found = []
     for directory, usage in namespace.quotas.usages.items():
+        if not namespace.tree.known.all_below(directory):
+            continue
         limit_bytes, limit_inodes = usage.limits
         full = max(usage.bytes / usage.limit_bytes, usage.inodes / usage.limit_inodes)
         row = {

@@ -28,6 +28,7 @@ from irdmafs.backend.namespace import (
 )
 from irdmafs.backend.namespace.events import Listener
 from irdmafs.backend.namespace.others import Claims
+from irdmafs.backend.namespace.reading import Reader
 from irdmafs.backend.unwrap import background
 
 Result = TypeVar("Result")
@@ -57,7 +58,8 @@ class Lagging(Replica):
 
 class HostNamespace(Namespace):
     """One host's namespace. Tests may set what it is told, what it is to hold, and which mounts have a
-    session, at any time. `maker` is the number of its mount."""
+    session, at any time. `maker` is the number of its mount; of more than `ahead` names it reads those
+    that it uses."""
 
     def __init__(
         self,
@@ -66,6 +68,7 @@ class HostNamespace(Namespace):
         *,
         maker: int = 0,
         claims: Claims | None = None,
+        ahead: int | None = None,
     ) -> None:
         self.engine = engine
         self.ended: set[int] = set()
@@ -74,7 +77,10 @@ class HostNamespace(Namespace):
         self.after_commit: Callable[[tuple[int, ...], int], Awaitable[None]] | None = None
         tree = Tree(listener=self, maker=maker, is_mounted=lambda maker: maker not in self.ended)
         tree.holders.append(lambda ino: self.held(ino))
-        self.hub = hub(engine, (tree,))
+        # Directories that anybody follows.
+        self.followed: set[int] = set()
+        names = None if ahead is None else Reader(tree, engine, ahead, lambda: self.followed)
+        self.hub = hub(engine, (tree,), names=names)
         self.committer = SharedCommitter(
             tree, engine, self.hub, claims=claims, after_commit=self._committed
         )
@@ -102,10 +108,15 @@ class HostNamespace(Namespace):
 
 @asynccontextmanager
 async def host(
-    keys: EtcdKeys, hub: type[Replica] = Replica, *, maker: int = 0, claims: Claims | None = None
+    keys: EtcdKeys,
+    hub: type[Replica] = Replica,
+    *,
+    maker: int = 0,
+    claims: Claims | None = None,
+    ahead: int | None = None,
 ) -> AsyncIterator[HostNamespace]:
     async with EtcdEngine(keys.endpoints, keys.prefix) as engine, background() as nursery:
-        namespace = HostNamespace(engine, hub, maker=maker, claims=claims)
+        namespace = HostNamespace(engine, hub, maker=maker, claims=claims, ahead=ahead)
         await namespace.start(nursery)
         yield namespace
 

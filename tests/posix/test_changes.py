@@ -245,7 +245,7 @@ def test_who_is_woken_by_another_host_sees_change(pair: list[Path], process: Tak
 
 
 def table_of(parents_of: Callable[[int], tuple[int, ...]]) -> watches.Watches:
-    return watches.Watches({}, parents_of)
+    return watches.Watches({}, parents_of, lambda directory: None)
 
 
 def test_a_directory_is_forgotten_when_nobody_asks_for_it(monkeypatch: pytest.MonkeyPatch) -> None:

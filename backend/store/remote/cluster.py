@@ -12,6 +12,7 @@ from ...cluster.history import History
 from ...cluster.replica import Replica
 from ...model.values import ConfigError, filesystem_of
 from ...namespace import ROOT_INO, Namespace, SharedCommitter
+from ...namespace.reading import Reader
 from ...observe.logs import log_failure
 from ...transport.movers import all_movers
 from ...transport.peers import Peers, open_peers, patience_s
@@ -55,6 +56,9 @@ class Cluster(Member):
             ),
             faults=self.faults,
             history=History(engine, self.session, self.faults),
+            names=Reader(
+                self.tree, engine, config.mount.names_ahead, self.members.followed, self.subvolume
+            ),
         )  # fmt: skip
         self.small_bytes = config.mount.small_file
         self.verify = config.mount.verify

@@ -27,6 +27,7 @@ from ...cluster.membership import followed_key, seen_key
 from ...kv import Delete, Put
 from ...namespace import ROOT_INO, Inode
 from ...namespace.attributes import FOLLOW
+from ...namespace.inode import told_of
 from ...observe.logs import log_failure
 from ...pauses import Rests
 from ...unwrap import if_it_fails
@@ -303,6 +304,8 @@ class Leases:
             followers = self._followers_of_moved() if known else self._members.followers()
             self._moved.update(dict.fromkeys(followers - {lease}, revision))
             owed = owed or lease in followers
+        if self._tree.known.passed:
+            owed = (self._note_passed() and not ours) or owed
         if not ours:
             for directory in set().union(*map(self._path, self._touched)):
                 owed = owed or directory in self._held
@@ -316,6 +319,20 @@ class Leases:
         if owed and self._held:
             self._owe(revision)
 
+    def _note_passed(self) -> bool:
+        """Note changes of what is not known here. Return whether some may be below what is followed."""
+        passed, inodes = self._tree.known.passed, self._tree.inodes
+        is_owed = False
+        for ino, record in passed.items() if self._held else ():
+            if record is not None:
+                ino = told_of(record)[1]
+            if ino in inodes:
+                self._touched.add(ino)
+            else:
+                is_owed = True
+        passed.clear()
+        return is_owed
+
     def _followers_of_moved(self) -> set[int]:
         """Return the leases of mounts that follow a directory above or below those whose records the
         transaction changes: these had, or get, other names for something that they believe."""
@@ -323,7 +340,7 @@ class Leases:
         for moved, *parents in self._moving:
             found |= members.followers_of({moved}.union(*map(self._path, parents)))
             inode = self._tree.inodes.get(moved)
-            if inode is not None and inode.nlink > 2:
+            if inode is not None and (inode.nlink > 2 or moved in self._tree.known.unread):
                 below = [one for one in members.followed() if moved in self._path(one)]
                 found |= members.followers_of(below)
         return found

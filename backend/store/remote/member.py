@@ -124,8 +124,9 @@ class Changes:
 class Member:
     """The state that a mount shares with others through etcd. Tasks run in `nursery`. Waits for etcd or for
     nodes end with OSError after `timeout_s`. `writable` are the numbers of the inodes that etcd lets this
-    mount change. The `replica` of what etcd holds, and the changes that are `deferred`, are there when the
-    parts of the Cluster are made. `store_closed` as for Store.before_looks."""
+    mount change, `subvolume` the directory to which it is kept, 0: to none. The `replica` of what etcd
+    holds, and the changes that are `deferred`, are there when the parts of the Cluster are made.
+    `store_closed` as for Store.before_looks."""
 
     replica: Replica
     deferred: Deferred
@@ -148,6 +149,7 @@ class Member:
         self.role = config.cluster.mount_role
         self.credentials = config.cluster.credentials(self.role)
         subvolume = self.credentials.identity.subvolume if self.credentials is not None else 0
+        self.subvolume = subvolume
         writable = numbers_of(subvolume) if subvolume else ALL_INOS
         self.writable = range(0) if self.role == "reader" else writable
         engine.try_within(settings.lease_ttl_s)

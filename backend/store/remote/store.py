@@ -13,7 +13,7 @@ from ...cluster.config import ClusterConfig
 from ...cluster.membership import Members, read_settings
 from ...files.extents import ExtentStore, lock_directory
 from ...model.records import SIZE_MAX, ContentId, MountRecord
-from ...namespace import ROOT_INO, Inode, NewClone, NewVersion, fail
+from ...namespace import ROOT_INO, Inode, NewClone, NewVersion, answered, fail
 from ...observe.figures import values_of
 from ...transport.rights import make_session_key, session_digest
 from ...transport.verbs.devices import local_address
@@ -141,6 +141,7 @@ class RemoteStore:
         self.may_have_published = publisher.may_have_published
         self.bring, self.read_into = versions.bring, versions.read_into
         self.read, self.count_open = self._fetcher.read, versions.count_open
+        self.learn = cluster.replica.learn
         self.prefetch, self.prefetch_progress = prefetcher.start, prefetcher.progress
         self.statvfs = space.statvfs
 
@@ -210,18 +211,24 @@ class RemoteStore:
         """Follow a directory, given by its path from the root of the filesystem, for good.
 
         Raises OSError ENOENT, ENOTDIR."""
-        inode = self.namespace.inode(ROOT_INO)
-        for name in os.fsencode(path).split(b"/"):
-            if not name or name == b".":
-                continue
-            found = self.namespace.lookup(inode.ino, name)
-            if found is None:
-                raise OSError(errno.ENOENT, "no such directory to follow", path)
-            inode = found
-        if not inode.is_dir:
-            raise OSError(errno.ENOTDIR, "not a directory to follow", path)
-        await self._cluster.leases.follow(inode.ino, for_good=True)
-        self._prefetcher.start(inode.ino)
+
+        async def find() -> int:
+            inode = self.namespace.inode(ROOT_INO)
+            for name in os.fsencode(path).split(b"/"):
+                if not name or name == b".":
+                    continue
+                found = self.namespace.lookup(inode.ino, name)
+                if found is None:
+                    raise OSError(errno.ENOENT, "no such directory to follow", path)
+                inode = found
+            if not inode.is_dir:
+                raise OSError(errno.ENOTDIR, "not a directory to follow", path)
+            self.namespace.tree.known.require_all_below(inode.ino)
+            return inode.ino
+
+        directory = await answered(find, self.learn)
+        await self._cluster.leases.follow(directory, for_good=True)
+        self._prefetcher.start(directory)
         self._prefetcher.go_on()
 
     def renew(self) -> None:

@@ -16,7 +16,7 @@ from typing import Any
 import trio
 
 from ...model.records import NO_CONTENT, ContentId
-from ...namespace import Inode, Namespace, fail
+from ...namespace import Inode, Namespace, Unread, fail
 from ...unwrap import first_alone, for_each
 from .cluster import Cluster
 from .fetcher import Fetcher, Gone, Wrong
@@ -148,7 +148,7 @@ class ReadAhead:
             self._listings = left if len(left) < _DIRECTORIES_MAX else {}
             try:
                 names = sorted(self._namespace.children(directory))
-            except KeyError:
+            except (KeyError, Unread):
                 return
             listing = self._listings[directory] = _Listing([ino for _, ino in names])
         listing.used = now
@@ -188,7 +188,8 @@ class Prefetcher:
         self.fetched_bytes = 0
 
     def start(self, ino: int) -> None:
-        """Fetch a file, or every file below a directory."""
+        """Fetch a file, or every file below a directory. Raises Unread."""
+        self._namespace.tree.known.require_all_below(ino)
         found = list(self._below(ino))
         progress = Progress(len(found), bytes=sum(inode.size for inode in found))
         self._progress.pop(ino, None)
