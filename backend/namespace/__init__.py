@@ -1,6 +1,7 @@
 """The namespace: the tree of directories, names and inodes that programs change."""
 
 from .clones import NewClone
+from .commit import Joint
 from .inode import FIRST_VIRTUAL_INO, NAME_MAX, ROOT_INO, Inode, NoInode, Unread, fail
 from .known import answered
 from .local import LocalCommitter
@@ -18,6 +19,7 @@ __all__ = [
     "ROOT_INO",
     "XATTR_SIZE_MAX",
     "Inode",
+    "Joint",
     "LocalCommitter",
     "Namespace",
     "NewClone",

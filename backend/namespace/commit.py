@@ -1,7 +1,8 @@
 """One transaction on the directory tree: a list of record changes, and the conditions for it."""
 
 import errno
-from collections.abc import Collection, Sequence, Set
+from collections.abc import Callable, Collection, Sequence, Set
+from contextlib import suppress
 
 from ..kv import Compare, Delete, Empty, Exists, Put
 from .inode import Inode, fail, inode_key, name_key, time_key
@@ -44,6 +45,28 @@ class Commit:
         return found.union(inode.ino for inode in (*self.inodes, *self.gone))
 
 
+class Joint:
+    """A plan that is carried out in the transaction of another one, if that can be: its commit, with all
+    that the other one changes, as it was `planned` last and as it was `done`."""
+
+    planned: Commit | None = None
+    done: Commit | None = None
+
+    def __init__(self, plan: Callable[[], Commit | None]) -> None:
+        self._plan = plan
+
+    def added_to(self, other: Commit, may_join: Callable[[Commit], bool]) -> Commit:
+        """Plan both. Return their commit, or that of the `other` one."""
+        self.planned = None
+        with suppress(OSError):  # it is raised when the plan is carried out alone
+            commit = self._plan()
+            if commit is not None and may_join(commit):
+                commit.inodes = [*commit.inodes, *other.inodes]
+                commit.urgent = True
+                self.planned = commit
+        return self.planned or other
+
+
 def operations(commit: Commit) -> list[Put | Delete]:
     """Return the record changes. Those of a removed directory delete its times, too, if it has any."""
     found: list[Put | Delete] = []
@@ -69,13 +92,13 @@ def compares(commit: Commit, ours: Set[int]) -> list[Compare]:
     whose records nobody else changes or removes, which the caller compares. Raises OSError
     ENAMETOOLONG."""
     known: dict[bytes, int] = {}
-    is_all_ours = bool(commit.names)
-    for (parent, name, _), revision in zip(commit.names, commit.revisions, strict=True):
+    elsewhere = set[int]()
+    for (parent, name, ino), revision in zip(commit.names, commit.revisions, strict=True):
         if revision or parent not in ours:
             known[name_key(parent, name)] = revision
-            is_all_ours = False
+            elsewhere.add(ino)
     for inode in (*commit.inodes, *commit.gone, *commit.fixed):
-        if inode.revision or not is_all_ours:
+        if inode.revision or inode.ino in elsewhere or not commit.names:
             known[inode_key(inode.ino)] = inode.revision
     found: list[Compare] = [*known.items()]
     found += map(Exists, map(inode_key, {*commit.within} - ours))

@@ -8,7 +8,7 @@ no trace.
 import errno
 import os
 import stat
-from collections.abc import Callable, Coroutine, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
 from functools import partial
 from itertools import chain
 from typing import Any
@@ -20,7 +20,7 @@ from ..kv import Compare
 from ..model.records import ContentId
 from . import acl
 from .clones import NewClone
-from .commit import Commit
+from .commit import Commit, Joint
 from .inode import FIRST_VIRTUAL_INO, NAME_MAX, ROOT_INO, Inode, fail, nearest_time
 from .local import LocalCommitter
 from .planner import (
@@ -169,11 +169,19 @@ class Namespace:
         not lead to its inode at that moment."""
         return self._with_empty(partial(self._planner.rmdir, parent, name, known), parent, name)
 
-    def rename(
-        self, parent: int, name: bytes, new_parent: int, new_name: bytes, flags: int, **what: Any
-    ) -> Coroutine[Any, Any, Inode | None]:
+    async def rename(
+        self,
+        parent: int,
+        name: bytes,
+        new_parent: int,
+        new_name: bytes,
+        flags: int,
+        *,
+        before: Callable[[Joint], Awaitable[None]] | None = None,
+        **what: Any,
+    ) -> Inode | None:
         """Rename with renameat2(2)'s flags, and return the inode that lost its name, if any; `what` else
-        there is to know as for Planner.rename.
+        there is to know as for Planner.rename. `before` is awaited first, and may have done it.
 
         That inode goes as with `unlink`. Raises ENAMETOOLONG when a directory of a shared engine would be
         moved below more than a hundred others.
@@ -181,7 +189,13 @@ class Namespace:
         if flags & ~RENAME_WHITEOUT not in (0, RENAME_NOREPLACE) and flags != RENAME_EXCHANGE:
             raise fail(errno.EINVAL)
         plan = partial(self._planner.rename, parent, name, new_parent, new_name, flags, **what)
-        return self._with_empty(plan, new_parent, new_name)
+        if before is not None:
+            joint = Joint(plan)
+            await before(joint)
+            if joint.done is not None:
+                return joint.done.inode
+        renamed: Inode | None = await self._with_empty(plan, new_parent, new_name)
+        return renamed
 
     # -- inodes ----------------------------------------------------------------------------------
 
@@ -201,19 +215,21 @@ class Namespace:
         return self._change(version.ino, plan, guards)
 
     async def publish_together(
-        self, versions: Sequence[NewVersion], guards: Sequence[Compare]
+        self, versions: Sequence[NewVersion], guards: Sequence[Compare], joint: Joint | None = None
     ) -> list[Inode]:
         """Do as `publish` does for several files, in one transaction: all of them, or none."""
-        published: Sequence[Inode] = ()
+        committer, published = self._committer, list[Inode]()
+        assert isinstance(committer, SharedCommitter)
 
         def plan() -> Commit:
-            nonlocal published
             commit = self._planner.publish_together(versions)
-            published = commit.inodes
-            return commit
+            published[:] = commit.inodes
+            return commit if joint is None else joint.added_to(commit, committer.may_join)
 
-        await self._carry_out(plan, guards)
-        return [*published]
+        await committer.carry_out(plan, guards)
+        if joint is not None:
+            joint.done = joint.planned
+        return published
 
     async def clone(self, parent: int, wanted: Sequence[NewClone], *, shares: bool) -> None:
         """Make files with the contents of others, all of them, or none. `shares`: they name the very

@@ -162,6 +162,13 @@ class SharedCommitter:
             for ino in removed:
                 removing.remove(ino)
 
+    def may_join(self, commit: Commit) -> bool:
+        """Return whether a commit that only names what lies in directories may be stored with another one:
+        nothing is told of it, no other mount has to give a claim up, and it compares little."""
+        claims, parents = self._claims, [parent for parent, _, _ in commit.names]
+        is_others = claims is not None and any(map(claims.is_of_another, parents))
+        return not (is_others or self._lost) and len(commit.fixed) <= _SOURCES_MAX
+
     async def _succeeds(self, commit: Commit, guards: Sequence[Compare]) -> bool:
         """Commit to the shared engine, wait until the replica has it, and return True. Return False if a
         record that it depends on has changed. Raises Conflict if that is one of the guards."""

@@ -11,7 +11,7 @@ import trio
 
 from ..files.extents import ExtentStore, copy_contents, when_unlocked
 from ..model.records import ContentId, Layout
-from ..namespace import NAME_MAX, Inode, Namespace, NewClone, NewVersion, Unread, fail
+from ..namespace import NAME_MAX, Inode, Joint, Namespace, NewClone, NewVersion, Unread, fail
 
 if TYPE_CHECKING:
     from .remote.locks import SharedLocks
@@ -81,10 +81,12 @@ class Store(Protocol):
 
         Raises OSError ENOSPC and EDQUOT, and the present version stays; Outdated."""
 
-    async def publish_together(self, versions: Sequence[NewVersion]) -> list[Inode]:
+    async def publish_together(
+        self, versions: Sequence[NewVersion], joint: Joint | None = None
+    ) -> list[Inode]:
         """Do as `publish` does, all at once, with contents of files that have their names and no version;
-        TOGETHER_MAX at most, and none that is empty. Raises OSError, or kv.Conflict: then none of them is
-        known to be a version."""
+        TOGETHER_MAX at most, and none that is empty; and with them, if it can be, what is `joint`. Raises
+        OSError, or kv.Conflict: then none of them is known to be a version."""
         raise fail(errno.EOPNOTSUPP)
 
     def send_ahead(self, version: NewVersion, after_s: float) -> None:

@@ -8,12 +8,12 @@ directory above gets another name; at umount.
 
 import errno
 import logging
-from collections.abc import Awaitable, Callable, Iterable, Iterator
+from collections.abc import Awaitable, Callable, Collection, Iterable, Iterator
 
 import trio
 
 from ..backend.kv import Conflict
-from ..backend.namespace import ROOT_INO
+from ..backend.namespace import ROOT_INO, Joint
 from ..backend.pauses import Pauses
 from ..backend.store.api import TOGETHER_DIRECTORIES_MAX, TOGETHER_MAX
 from ..inline import detach
@@ -70,9 +70,9 @@ class Drafts(OnHost):
                 log.warning("%d files of drafts are not stored: %s", len(put_off.handles), error)
                 await pauses.wait()
 
-    async def store(self, below: int = ROOT_INO) -> None:
-        """Store the files below a directory. Raises the first OSError; what could not be stored stays put
-        off."""
+    async def store(self, below: int = ROOT_INO, joint: Joint | None = None) -> None:
+        """Store the files below a directory; what is `joint` is done with the last of them, if that can be.
+        Raises the first OSError, unless it is done; what could not be stored stays put off."""
         put_off = self._put_off
         wanted = [handle for ino, handle in put_off.handles.items() if self._is_below(ino, below)]
         if not wanted:
@@ -82,7 +82,9 @@ class Drafts(OnHost):
             wanted = [each for each in wanted if put_off.handles.get(each.node.ino) is each]
             together = dict.fromkeys(filter(self._goes_with_others, wanted))
             for some in self._batches(together):
-                await self._store_together(some)
+                others = (each for each in wanted if each not in some)
+                are_last = not any(map(self._has_to_be_stored, others))
+                await self._store_together(some, joint if are_last else None)
             errors: list[OSError] = []
             limit = trio.CapacityLimiter(_AT_ONCE)
             async with trio.open_nursery() as nursery:
@@ -91,7 +93,7 @@ class Drafts(OnHost):
                         await self._end(handle)
                     else:
                         nursery.start_soon(self._store_one, handle, limit, errors)
-        if errors:
+        if errors and (joint is None or joint.done is None):
             raise errors[0]
 
     def unfinished(self, directory: int) -> int:
@@ -132,15 +134,15 @@ class Drafts(OnHost):
             and self._table.stat(content).st_size > 0
         )
 
-    def _batches(self, handles: Iterable[Handle]) -> Iterator[list[Handle]]:
+    def _batches(self, handles: Iterable[Handle]) -> Iterator[Collection[Handle]]:
         """Split files into as many as are stored together."""
-        some, directories = list[Handle](), set[int]()
+        some, directories = dict[Handle, None](), set[int]()
         for handle in handles:
             directories.add(self._inodes[handle.node.ino].parent)
             if len(some) == TOGETHER_MAX or len(directories) > TOGETHER_DIRECTORIES_MAX:
                 yield some
-                some, directories = [], {self._inodes[handle.node.ino].parent}
-            some.append(handle)
+                some, directories = {}, {self._inodes[handle.node.ino].parent}
+            some[handle] = None
         yield some
 
     def _has_to_be_stored(self, handle: Handle) -> bool:
@@ -152,10 +154,10 @@ class Drafts(OnHost):
             and self._table.is_written(content)
         )
 
-    async def _store_together(self, handles: Iterable[Handle]) -> None:
+    async def _store_together(self, handles: Iterable[Handle], joint: Joint | None) -> None:
         contents = [handle.content for handle in handles if handle.content is not None]
         try:
-            await self._publisher.publish_together(contents)
+            await self._publisher.publish_together(contents, joint)
         except (OSError, Conflict) as error:
             if isinstance(error, TimeoutError):
                 raise  # each file would wait as long

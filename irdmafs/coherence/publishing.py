@@ -6,12 +6,12 @@ docs/sharing.md, "When a version is published", has the rules that this module c
 import errno
 import logging
 import os
-from collections.abc import Iterable
+from collections.abc import Collection
 from contextlib import ExitStack
 
 import trio
 
-from ..backend.namespace import Inode, NewVersion, Outdated, fail
+from ..backend.namespace import Inode, Joint, NewVersion, Outdated, fail
 from ..callers.processes import Processes
 from ..inline import detach
 from .content import Content, Stamp, State
@@ -309,9 +309,12 @@ class Publisher(OnHost):
             self._announce(inode, content)
         return True
 
-    async def publish_together(self, contents: Iterable[Content]) -> None:
+    async def publish_together(
+        self, contents: Collection[Content], joint: Joint | None = None
+    ) -> None:
         """Publish contents of new files, of which no descriptor is open, in one transaction; those that
-        nobody uses. Raises OSError, Conflict: see Store.publish_together."""
+        nobody uses. If these are all, `joint` may be in it. Raises OSError, Conflict: see
+        Store.publish_together."""
         with ExitStack() as ending:
             stats: dict[Content, os.stat_result] = {}
             for content in contents:
@@ -327,7 +330,8 @@ class Publisher(OnHost):
             if not stats:
                 return
             versions = [self.version_of(each, status) for each, status in stats.items()]
-            inodes = await self._store.publish_together(versions)
+            is_all = len(stats) == len(contents)
+            inodes = await self._store.publish_together(versions, joint if is_all else None)
             for (content, status), inode in zip(stats.items(), inodes, strict=True):
                 self._table.published[content.ino] = inode.version
                 self._become_version(content, inode, stamp_of(status), by_copy=False)

@@ -5,6 +5,7 @@ import os
 import stat
 import time
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from typing import Any, Final
 
 from ..backend.namespace import FIRST_VIRTUAL_INO, RENAME_EXCHANGE, Inode, fail
@@ -193,21 +194,20 @@ class Names(Part):
     async def _rename(
         self, old: Name, new: Name, moved: Inode | None, flags: int, ctx: Caller
     ) -> None:
-        put_off = self._cache.put_off
-        if moved is not None and not (put_off.handles and put_off.stays(moved.ino, new[0])):
-            if put_off.handles:
-                await self._cache.drafts.store(moved.ino)
-            if moved.is_file:
-                await self._cache.publisher.publish_now(moved.ino)
+        put_off, drafts = self._cache.put_off, self._cache.drafts
+        if moved is not None and moved.is_file and not put_off.stays(moved.ino, new[0]):
+            await drafts.store(moved.ino)
+            await self._cache.publisher.publish_now(moved.ino)
         if len(new[1]) > 255:
             raise fail(errno.ENAMETOOLONG)
         exchanged = self._namespace.lookup(*new) if flags & RENAME_EXCHANGE else None
-        if exchanged is not None and put_off.handles:
-            await self._cache.drafts.store(exchanged.ino)
+        if exchanged is not None:
+            await drafts.store(exchanged.ino)
         with self._coherence.changing(ctx.pid, old, new):
             unnamed = await self._namespace.rename(
                 *old, *new, flags, owner=(ctx.uid, ctx.gid),
                 known=self._coherence.known_directories(old, new),
+                before=partial(drafts.store, moved.ino) if moved is not None and moved.is_dir else None,
             )  # fmt: skip
         if exchanged is not None:
             self._coherence.renamed(exchanged.ino, new, old)

@@ -21,6 +21,7 @@ from irdmafs.backend.namespace import (
     RENAME_NOREPLACE,
     ROOT_INO,
     Inode,
+    Joint,
     Namespace,
     NewVersion,
     Tree,
@@ -349,6 +350,46 @@ async def test_a_directory_is_moved_deep_down_but_not_to_where_its_way_cannot_be
         await move(ROOT_INO, b"file", path[-1], b"file", 0)
         assert namespace.path_of(path[100]) == b"/d" * 100
         await shared.expect_all_equal(keys, [namespace])
+
+
+@pytest.mark.parametrize("taken", ["", "by another", "by this host", "while it is tried"])
+async def test_files_get_versions_in_the_transaction_that_renames_their_directory_or_before_it(
+    keys: EtcdKeys, taken: str
+) -> None:
+    """`taken`: the new name, by a directory that is not empty."""
+    async with shared.hosts(keys, 2, shared.Lagging) as (here, there):
+        draft = await here.create(ROOT_INO, b"draft", DIRECTORY, 0, 0)
+        files = [await here.create(draft.ino, b"%d" % number, FILE, 0, 0) for number in range(3)]
+        versions = [
+            NewVersion(file.ino, ContentId(number), 1, 1, 1) for number, file in enumerate(files, 7)
+        ]
+
+        async def take(namespace: Namespace) -> None:
+            place = await namespace.create(ROOT_INO, b"final", DIRECTORY, 0, 0)
+            await namespace.create(place.ino, b"file", FILE, 0, 0, version=1)
+
+        async def publish(joint: Joint) -> None:
+            guard = (b"guard", 0)
+            await there.engine.transact((), [Put(b"guard", b"")])
+            with pytest.raises(Conflict):
+                await here.publish_together(versions, [guard], joint)
+            assert joint.done is None and not here.inode(files[0].ino).version
+            if taken == "while it is tried":
+                await take(there)
+            published = await here.publish_together(versions, (), joint)
+            assert [inode.extent for inode in published] == [7, 8, 9]
+
+        if taken.startswith("by"):
+            await take(there if taken == "by another" else here)
+        before = here.engine.transactions
+        renaming = here.rename(ROOT_INO, b"draft", ROOT_INO, b"final", 0, before=publish)
+        assert await shared.error_of(renaming) == ("ENOTEMPTY" if taken else "ok")
+        if not taken:
+            assert here.engine.transactions == before + 2  # one failed
+        await there.hub.barrier()
+        assert shared.found(there, ROOT_INO, b"draft" if taken else b"final").ino == draft.ino
+        assert [there.inode(file.ino).version for file in files] == [1, 1, 1]
+        await shared.expect_all_equal(keys, [here, there])
 
 
 @pytest.mark.parametrize("hub", [Replica, shared.Lagging])

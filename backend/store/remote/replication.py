@@ -20,7 +20,7 @@ from ...files.sparse import allocated_bytes
 from ...kv import Compare, Conflict, Unchanged
 from ...model.placement import group_of
 from ...model.records import NO_CONTENT, SIZE_MAX, ContentId, session_of
-from ...namespace import Inode, NewVersion, Outdated, fail
+from ...namespace import Inode, Joint, NewVersion, Outdated, fail
 from ...observe.logs import log_failure
 from ...transport.messages import PUTS_MAX
 from ...unwrap import first_alone, for_each
@@ -171,7 +171,9 @@ class Publisher:
         is_adoptable = self._contents.hands_over(placed.extent)
         begun.append((placed, Transfer(self._cluster, placed, fd, is_adoptable), before))
 
-    async def publish_together(self, versions: Sequence[NewVersion]) -> list[Inode]:
+    async def publish_together(
+        self, versions: Sequence[NewVersion], joint: Joint | None = None
+    ) -> list[Inode]:
         """Make contents the next versions of files that no other mount sees yet, in one transaction (see
         Store.publish_together)."""
         session = await self._session.wait_valid(self._cluster.timeout_s)
@@ -200,7 +202,7 @@ class Publisher:
                     try:
                         with trio.CancelScope(shield=True):
                             inodes = await self._namespace.publish_together(
-                                sent, [lives, unchanged]
+                                sent, [lives, unchanged], joint
                             )
                         break
                     except Conflict:
