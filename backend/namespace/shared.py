@@ -163,10 +163,10 @@ class SharedCommitter:
                 removing.remove(ino)
 
     def may_join(self, commit: Commit) -> bool:
-        """Return whether a commit that only names what lies in directories may be stored with another one:
-        nothing is told of it, no other mount has to give a claim up, and it compares little."""
-        claims, parents = self._claims, [parent for parent, _, _ in commit.names]
-        is_others = claims is not None and any(map(claims.is_of_another, parents))
+        """Return whether a commit of names may be stored with another one: no error is told before it, no
+        other mount has to give a claim up, and it compares little."""
+        claims, changed = self._claims, _makes_names_in(commit) | _has_files_in(commit)
+        is_others = claims is not None and any(map(claims.is_of_another, changed))
         return not (is_others or self._lost) and len(commit.fixed) <= _SOURCES_MAX
 
     async def _succeeds(self, commit: Commit, guards: Sequence[Compare]) -> bool:

@@ -25,6 +25,7 @@ _TOGETHER = 400
 _GROUPS = 20
 _COPIED_BYTES = 1 << 20
 _NAME_BYTES = 200
+_NOT_EMPTY = (errno.ENOTEMPTY, errno.EEXIST)
 # A file to be copied: its path, that of the copy, and its status.
 _File = tuple[str, str, os.stat_result]
 
@@ -55,16 +56,22 @@ def _aside(path: StrPath) -> Iterator[str]:
     place, owner = os.path.join(os.path.dirname(path), new_name(name)), os.getpid()
     try:
         yield place
+        # A rename that fails has the files stored before, in a transaction of their own.
+        flags = RENAME_EXCHANGE if _is_directory(place) and _is_directory(path) else 0
         try:
             refuse_unfinished(place)
-            rename(place, path)
+            rename(place, path, flags)
         except OSError as error:
-            if error.errno not in (errno.ENOTEMPTY, errno.EEXIST):
+            if error.errno not in ((errno.ENOENT, errno.EINVAL) if flags else _NOT_EMPTY):
                 raise OSError(error.errno, error.strerror, path) from None
-            rename(place, path, RENAME_EXCHANGE)
+            rename(place, path, flags ^ RENAME_EXCHANGE)
     finally:
         if os.getpid() == owner:
             remove(place)
+
+
+def _is_directory(path: str) -> bool:
+    return os.path.isdir(path) and not os.path.islink(path)
 
 
 def new_name(of: str) -> str:
