@@ -84,9 +84,9 @@ class Store(Protocol):
     async def publish_together(
         self, versions: Sequence[NewVersion], joint: Joint | None = None
     ) -> list[Inode]:
-        """Do as `publish` does, all at once, with contents of files that have their names and no version;
-        TOGETHER_MAX at most, and none that is empty; and with them, if it can be, what is `joint`. Raises
-        OSError, or kv.Conflict: then none of them is known to be a version."""
+        """Do as `publish` does, all at once, with contents of files that have their names and no version,
+        TOGETHER_MAX at most; and with them, if it can be, what is `joint`. Raises OSError, or kv.Conflict:
+        then none of them is known to be a version."""
         raise fail(errno.EOPNOTSUPP)
 
     def send_ahead(self, version: NewVersion, after_s: float) -> None:

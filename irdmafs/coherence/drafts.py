@@ -131,7 +131,6 @@ class Drafts(OnHost):
             and content.writers == 1
             and self._has_to_be_stored(handle)
             and not self._store.namespace.quotas.of(content.ino)
-            and self._table.stat(content).st_size > 0
         )
 
     def _batches(self, handles: Iterable[Handle]) -> Iterator[Collection[Handle]]:

@@ -82,6 +82,8 @@ def test_a_draft_of_the_client_takes_two_transactions(
         before = transactions(here)
         with draft(here / final) as path:
             made = written(Path(path), FILES // 10)
+            made["empty"] = b""
+            Path(path, "empty").touch()
         costs.append(transactions(here) - before)
         assert contents(there / final) == made
     assert min(costs) <= 2, costs

@@ -45,8 +45,8 @@ _TOGETHER_TRIES = 3
 # So many are sent ahead at a time.
 _AHEAD_AT_ONCE = 4
 
-# A version with its layout and number, how it is sent, and the inode before.
-_Begun = tuple[NewVersion, Transfer, Inode]
+# A version with its layout and number, how it is sent unless it is empty, and the inode before.
+_Begun = tuple[NewVersion, Transfer | None, Inode]
 
 
 class Publisher:
@@ -159,6 +159,9 @@ class Publisher:
         """Begin to send a version of a new file, or go on if that was begun ahead."""
         extent, before = version.extent, self._namespace.inode(version.ino)
         placed = self._placed(version, before)
+        if not version.size:
+            begun.append((placed, None, before))
+            return
         fd = await self._opened(placed, ending)
         if extent in self._ahead:
             sent, transfer = self._ahead[extent]
@@ -185,9 +188,8 @@ class Publisher:
             try:
                 for version in versions:
                     await self._begin(version, session, begun, ending)
-                for placed, _, _ in begun:
-                    self._contents.publishing.add(placed.extent)
-                transfers = [transfer for _, transfer, _ in begun]
+                self._contents.publishing.update(one.extent for one, each, _ in begun if each)
+                transfers = [each for _, each, _ in begun if each is not None]
                 for first in range(0, len(transfers), PUTS_MAX):
                     await put_together(self._cluster, transfers[first : first + PUTS_MAX])
                 others = [transfer for transfer in transfers if not transfer.fits_message]
@@ -196,14 +198,17 @@ class Publisher:
                     with first_alone():
                         await for_each(others, Transfer.complete, at_once=_TOGETHER_AT_ONCE)
                     groups = [guard[0] for each in transfers for guard in await each.complete()]
-                    sent = [placed._replace(digests=each.digests) for placed, each, _ in begun]
-                    unchanged = Unchanged(min(groups), max(groups) + b"\0", known)
+                    sent = [
+                        placed if each is None else placed._replace(digests=each.digests)
+                        for placed, each, _ in begun
+                    ]
+                    guards: list[Compare] = [lives]
+                    if groups:
+                        guards.append(Unchanged(min(groups), max(groups) + b"\0", known))
                     is_asked = True
                     try:
                         with trio.CancelScope(shield=True):
-                            inodes = await self._namespace.publish_together(
-                                sent, [lives, unchanged], joint
-                            )
+                            inodes = await self._namespace.publish_together(sent, guards, joint)
                         break
                     except Conflict:
                         is_asked = False
@@ -213,7 +218,8 @@ class Publisher:
                         await self._cluster.replica.barrier()
             except BaseException as error:
                 for placed, transfer, _ in begun:
-                    self._failed(placed, transfer, error, is_asked=is_asked)
+                    if transfer is not None:
+                        self._failed(placed, transfer, error, is_asked=is_asked)
                 raise
             for (placed, transfer, before), inode in zip(begun, inodes, strict=True):
                 self._published(placed, transfer, before, inode)
