@@ -19,7 +19,6 @@ if TYPE_CHECKING:
 
 ETCD_PORT = 2379
 STREAMS_MAX = 64
-RDMA_QUEUE_PAIRS_MAX = 4
 _ROLE = "{role}"
 _HOST_NAME: Any = socket.gethostname  # made when a section is
 
@@ -64,13 +63,8 @@ class ClusterSection:
         None, "Only through these RDMA devices", "NAME,...", "all on a network with the peer"
     )
     rdma_threshold: Size = declare(Size(64 << 10), "Extents from this size on move by RDMA")
-    rdma_queue_pairs: int = declare(1, "Queue pairs for each pair of RDMA ports")
 
     def __post_init__(self) -> None:
-        if not 1 <= self.rdma_queue_pairs <= RDMA_QUEUE_PAIRS_MAX:
-            raise ValueError(
-                f"rdma_queue_pairs must be from 1 to {RDMA_QUEUE_PAIRS_MAX}, not {self.rdma_queue_pairs}"
-            )
         if not _NAME.fullmatch(self.name):
             raise ValueError(
                 f"name: {self.name!r} is not a cluster's name; take letters, digits, '.', '_', '-'"
@@ -152,9 +146,7 @@ class ClusterSection:
                     'rdma = "require" and encrypt_data exclude each other: RDMA does not encrypt'
                 )
             mode = "off"
-        return Choice(
-            mode, self.rdma_device, self.rdma_threshold, queue_pairs=self.rdma_queue_pairs
-        )  # fmt: skip
+        return Choice(mode, self.rdma_device, self.rdma_threshold)
 
     def engine(self, role: "Role", timeout_s: float = 60.0) -> "EtcdEngine":
         """Return the engine of the cluster's keys, not opened; a reader asks nodes. Raises ConfigError."""

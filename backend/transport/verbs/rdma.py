@@ -37,13 +37,12 @@ class RdmaUnavailable(OSError):
 class Choice(NamedTuple):
     """The user's settings. `device` may be several names, with commas between. Transfers of fewer than
     `threshold_bytes` go over TCP. `limit_bytes` limits registered memory (None: half of the memory, or the
-    limit of locked memory). `queue_pairs` are set up for each pair of rails."""
+    limit of locked memory)."""
 
     mode: Mode = "auto"
     device: str | None = None
     threshold_bytes: int = THRESHOLD_BYTES
     limit_bytes: int | None = None
-    queue_pairs: int = 1
 
 
 @dataclass(slots=True)

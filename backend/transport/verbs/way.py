@@ -43,9 +43,8 @@ _UP, _DOWN = "up", "down"
 class Lane:
     """One queue pair between a rail here and one of the node."""
 
-    def __init__(self, mine: OwnRail, other: Rail, index: int) -> None:
+    def __init__(self, mine: OwnRail, other: Rail) -> None:
         self.number = -1
-        self.index = index
         self.mine = mine
         self.other = other
         address = IPv6Address(other.gid)
@@ -55,9 +54,9 @@ class Lane:
         self.bytes_under_way = 0
 
     @property
-    def key(self) -> tuple[str, bytes, str, bytes, int]:
+    def key(self) -> tuple[str, bytes, str, bytes]:
         mine, other = self.mine.rail, self.other
-        return mine.name, mine.gid, other.name, other.gid, self.index
+        return mine.name, mine.gid, other.name, other.gid
 
     @property
     def is_usable(self) -> bool:
@@ -141,16 +140,14 @@ class Lanes:
         except OSError as error:
             self._cannot(_text(error))
             return
-        each = self._rdma.choice.queue_pairs
-        pairs = paired(own, answer.rails)[: QUEUE_PAIRS_MAX // each]
+        pairs = paired(own, answer.rails)[:QUEUE_PAIRS_MAX]
         if not pairs:
             self._cannot("no RDMA device here is on a network with one of the node's")
             return
         if len(self._told) > _NAMES_MAX:
             self._told.clear()
         before = {lane.key: lane for lane in self._lanes}
-        lanes = [Lane(*ends, index) for ends in pairs for index in range(each)]
-        lanes = [before.pop(lane.key, lane) for lane in lanes]
+        lanes = [before.pop(lane.key, lane) for lane in (Lane(*ends) for ends in pairs)]
         lanes += [lane for lane in before.values() if lane.is_usable]
         self._lanes = lanes[:QUEUE_PAIRS_MAX]
         numbers = set(range(QUEUE_PAIRS_MAX)) - {lane.number for lane in self._lanes}
