@@ -22,11 +22,8 @@ from irdmafs.client._dtypes import Array, bits_of, code_of, dtype_of_code
 from irdmafs.client._files import Closing
 
 F32: TypeAlias = NDArray[np.float32]
-# The factor of the elements of a push in the sum: one number, or a function that returns one for
-# each element of a part.
-Weight: TypeAlias = float | Callable[[slice], F32]
-# The elements of a push, and their weight.
-Push: TypeAlias = tuple[Array, Weight]
+# The elements of a push, and their factor in the sum.
+Push: TypeAlias = tuple[Array, float]
 F32_MAX = float(np.finfo(np.float32).max)
 
 T = TypeVar("T")
@@ -37,11 +34,6 @@ BLOCK = 256 << 10
 # array. Measured with 1 MiB of L2 cache, two threads, others at work: the sum of four pushes moves 0.75 of
 # the bytes per second that a + b does with 32 Ki elements, 0.85 with 64 Ki or 128 Ki, 0.81 with 256 Ki.
 PART = 64 << 10
-
-# A push may have, beside the tensor NAME, a tensor NAME_scale_inv with the factors of blocks of NAME, as
-# DeepSeek-V3's weights have (https://huggingface.co/deepseek-ai/DeepSeek-V3, README_WEIGHTS.md).
-SUFFIX = "_scale_inv"
-SCALE_BLOCK = 128
 
 CODES = ("F32", "F16", "BF16", "F64", "F8_E4M3", "F8_E5M2")
 
@@ -165,27 +157,20 @@ def accumulate(out: F32, pushes: Sequence[Push]) -> None:
         for part in ranges(len(out), PART):
             target = out[part]
             addend = scratch.floats[0, : len(target)]
-            total = _weighted(first[part], _of(first_weight, part), target)
+            total = _weighted(first[part], first_weight, target)
             for elements, weight in others:
-                weighted = _weighted(elements[part], _of(weight, part), addend)
+                weighted = _weighted(elements[part], weight, addend)
                 total = np.add(total, weighted, out=target)
             if total is not target:
                 np.copyto(target, total)
 
 
-def _of(weight: Weight, part: slice) -> F32 | np.float32 | None:
-    """Return the weight of a part; None: 1."""
-    if callable(weight):
-        return weight(part)
-    return None if weight == 1 else np.float32(weight)
-
-
-def _weighted(elements: Array, weight: F32 | np.float32 | None, out: F32) -> F32:
+def _weighted(elements: Array, weight: float, out: F32) -> F32:
     """Return a product of at most PART elements: ``out``, or ``elements`` itself if it is that already."""
     if elements.dtype != np.float32:
         _convert(elements, out)
         elements = out
-    return elements if weight is None else np.multiply(elements, weight, out=out)
+    return elements if weight == 1 else np.multiply(elements, np.float32(weight), out=out)
 
 
 def square_sum(values: F32, blocks: Blocks = ALONE) -> float:
@@ -219,49 +204,3 @@ def count_nonfinite(elements: Array) -> int:
             _convert(elements[part], floats)
             finite += int(np.count_nonzero(np.isfinite(floats, out=scratch.flags[: len(floats)])))
     return len(elements) - finite
-
-
-# -- scales by block ---------------------------------------------------------------------------
-
-
-def blocks_of(shape: tuple[int, ...], scales: tuple[int, ...]) -> tuple[int, ...]:
-    """Return the lengths of a block of a tensor along its axes; `scales` is the shape of its scales. Each
-    axis of length n has ceil(n / 128) of them (a block is 128 long, the last may be shorter), n, or 1.
-    Raises ValueError."""
-    if len(shape) != len(scales):
-        raise ValueError(f"scales of the shape {list(scales)} for one of {list(shape)}")
-    blocks = []
-    for length, count in zip(shape, scales, strict=True):
-        found = {-(-length // SCALE_BLOCK): SCALE_BLOCK, length: 1, 1: max(1, length)}.get(count)
-        if found is None:
-            raise ValueError(f"scales of the shape {list(scales)} for one of {list(shape)}")
-        blocks.append(found)
-    return tuple(blocks)
-
-
-class BlockScales:
-    """The scales of a tensor, for its elements in C order."""
-
-    def __init__(self, shape: tuple[int, ...], scales: F32) -> None:
-        """Raises ValueError."""
-        blocks = blocks_of(shape, scales.shape)
-        for axis, (length, block) in enumerate(zip(shape[:-1], blocks, strict=False)):
-            scales = scales.repeat(block, axis).take(range(length), axis)
-        self._columns, self._block = (shape[-1], blocks[-1]) if shape else (1, 1)
-        # A row for each row of the tensor: all axes but the last.
-        self._rows = scales.reshape(-1, scales.shape[-1] if shape else 1)
-
-    def factors(self, first: int, last: int, weight: float) -> F32:
-        """Return the scales of elements [first, last), each times a weight and rounded to fp32."""
-        top, bottom = first // self._columns, -(-last // self._columns)
-        rows, at = self._rows[top:bottom], first - top * self._columns
-        if len(rows) == 1:
-            # A row may be long: take only its blocks that are asked for.
-            left = at // self._block
-            right = -(-(at + last - first) // self._block)
-            rows, at = rows[:, left:right], at - left * self._block
-        with np.errstate(over="ignore"):
-            wide = (rows * np.float64(weight)).astype(np.float32).repeat(self._block, axis=1)
-        if len(rows) > 1:
-            wide = wide[:, : self._columns]
-        return wide.reshape(-1)[at : at + last - first]

@@ -12,7 +12,7 @@ import msgspec
 
 from ..client._dtypes import DType, code_of, dtype_of_code
 from ..client._safetensors import Header
-from .arithmetic import CODES, SUFFIX
+from .arithmetic import CODES
 
 T = TypeVar("T")
 
@@ -40,14 +40,12 @@ class Parameter(msgspec.Struct, frozen=True):
 
 
 class Slice(NamedTuple):
-    """The elements [start, stop) of a parameter, which are [at, at + stop - start) of the shard. `scales`:
-    the name of the tensor that has its scales in a push, "" if that is a parameter."""
+    """The elements [start, stop) of a parameter, which are [at, at + stop - start) of the shard."""
 
     parameter: Parameter
     start: int
     stop: int
     at: int
-    scales: str = ""
 
     @property
     def size(self) -> int:
@@ -103,14 +101,8 @@ class ModelLayout(msgspec.Struct, frozen=True, dict=True):
         return {parameter.name: parameter.shape for parameter in self.parameters}
 
     @cached_property
-    def scaled(self) -> dict[str, Parameter]:
-        """Return the parameters by the names of the tensors that have their scales in a push."""
-        names = _scales_names(self.parameters)
-        return {names[one.name]: one for one in self.parameters if one.name in names}
-
-    @cached_property
     def header_max_bytes(self) -> int:
-        """Return the size that the header of a push may have, with a scale of each parameter."""
+        """Return the size that the header of a push may have."""
         return (1 << 20) + sum(1024 + 16 * len(parameter.name) for parameter in self.parameters)
 
     @cached_property
@@ -131,18 +123,10 @@ def canonical(parameters: Iterable[Parameter]) -> tuple[Parameter, ...]:
     return tuple(sorted(parameters, key=lambda one: (-one.type.itemsize, one.name)))
 
 
-def _scales_names(parameters: Iterable[Parameter]) -> dict[str, str]:
-    """Return the names of the tensors with the scales of parameters in a push, by parameter. A parameter
-    whose scales would have the name of a parameter has none."""
-    names = {parameter.name for parameter in parameters}
-    return {name: name + SUFFIX for name in names if name + SUFFIX not in names}
-
-
 def cut(parameters: Sequence[Parameter], names: Sequence[str], parts: int) -> tuple[Shard, ...]:
     """Return the shards: consecutive elements, as many in each as alignment allows; no parts: small run."""
     total = sum(parameter.size for parameter in parameters)
     shards = []
-    scales = _scales_names(parameters)
     index, start = 0, 0  # the first element that no shard has yet
     before = 0
     for number, name in enumerate(names, 1):
@@ -152,16 +136,15 @@ def cut(parameters: Sequence[Parameter], names: Sequence[str], parts: int) -> tu
         while index < len(parameters):
             parameter = parameters[index]
             left = parameter.size - start
-            scaled = scales.get(parameter.name, "")
             wanted = end - before - at
             if number < len(names) and wanted < left:
                 wanted = wanted // ALIGN * ALIGN
                 if wanted > 0:
-                    slices.append(Slice(parameter, start, start + wanted, at, scaled))
+                    slices.append(Slice(parameter, start, start + wanted, at))
                     start += wanted
                     at += wanted
                 break
-            slices.append(Slice(parameter, start, parameter.size, at, scaled))
+            slices.append(Slice(parameter, start, parameter.size, at))
             at += left
             index, start = index + 1, 0
         shards.append(Shard(name, tuple(slices), at, str((number - 1) % parts) if parts else ""))
@@ -176,14 +159,12 @@ def in_turns(sequences: Iterable[Iterable[T]]) -> Iterator[T]:
 
 
 class Run(NamedTuple):
-    """Elements [at, at + size) of a shard, which lie one after the other at `offset` of a file, in bytes.
-    `scaled`: the slice that they are, if the file has scales for it."""
+    """Elements [at, at + size) of a shard, one after the other from byte `offset` of a file on."""
 
     at: int
     size: int
     dtype: DType
     offset: int
-    scaled: Slice | None = None
 
 
 def runs_of(shard: Shard, header: Header) -> list[Run]:
@@ -198,8 +179,7 @@ def runs_of(shard: Shard, header: Header) -> list[Run]:
         assert code_of(found.dtype) in CODES, "the push was checked"
         first = part.start if found.shape == part.parameter.shape else 0
         offset = found.offset + first * found.dtype.itemsize
-        scaled = part if part.scales in header.tensors else None
-        run = Run(part.at, count, found.dtype, offset, scaled)
+        run = Run(part.at, count, found.dtype, offset)
         if runs and _follows(runs[-1], run):
             runs[-1] = runs[-1]._replace(size=runs[-1].size + count)
         else:
@@ -209,7 +189,7 @@ def runs_of(shard: Shard, header: Header) -> list[Run]:
 
 def _follows(one: Run, other: Run) -> bool:
     return (
-        (one.dtype, one.scaled, other.scaled) == (other.dtype, None, None)
+        one.dtype == other.dtype
         and one.at + one.size == other.at
         and one.offset + one.size * one.dtype.itemsize == other.offset
     )

@@ -56,7 +56,6 @@ class OpenPush:
         for shard in shards:
             for part in shard.slices:
                 self._holders.setdefault(part.parameter.name, []).append(shard)
-                self._holders.setdefault(part.scales, []).append(shard)
         self._values: dict[str, Array] = {}
         self._ended = False
         self._lock = threading.Lock()

@@ -13,11 +13,11 @@ from typing import Any
 from ..client import FormatError, _files
 from ..client._dtypes import Array, Layout, array_of, code_of, each_of
 from ..client._safetensors import Header
-from .arithmetic import CODES, F32_MAX, SUFFIX, blocks_of, count_nonfinite
+from .arithmetic import CODES, F32_MAX, count_nonfinite
 from .config import TrainConfig, is_worker_name
 from .directory import TrainDirectory
 from .errors import Refused, invalid
-from .layout import ModelLayout, Parameter, Shard
+from .layout import ModelLayout, Shard
 from .liveness import is_locked
 from .plan import Plan, Push
 from .shard_files import ShardFile
@@ -187,8 +187,6 @@ def _check_kind(path: Path) -> os.stat_result:
 
 def push_of(layout: ModelLayout, name: str, header: Header) -> Push:
     """Return the push that a file is. Raises Refused for what does not fit the parameters."""
-    if "scales" in header.metadata:
-        raise invalid(f"its metadata has scales: they are tensors NAME{SUFFIX}")
     push = _push_in_file(name, header.metadata)
     _check_whole(layout, header.tensors)
     return push
@@ -197,32 +195,23 @@ def push_of(layout: ModelLayout, name: str, header: Header) -> Push:
 def check_shard(shard: Shard, header: Header, *, cut: bool) -> None:
     """Check what a file of a push has of a shard. `cut`: it has nothing else. Raises Refused."""
     shapes = {one.parameter.name: one.shape if cut else one.parameter.shape for one in shard.slices}
-    scaled = {one.scales: one.parameter for one in shard.slices if one.scales}
-    wanted = shapes.keys() | scaled.keys()
     tensors = header.tensors
     if not cut:
-        tensors = {name: found for name, found in tensors.items() if name in wanted}
-    _check_tensors(tensors, shapes, scaled)
+        tensors = {name: found for name, found in tensors.items() if name in shapes}
+    _check_tensors(tensors, shapes)
 
 
 def _check_whole(layout: ModelLayout, tensors: dict[str, Layout]) -> None:
     if not tensors:
         raise invalid("it has no tensor")
-    _check_tensors(tensors, layout.shapes, layout.scaled)
+    _check_tensors(tensors, layout.shapes)
 
 
-def _check_tensors(
-    tensors: dict[str, Layout], shapes: dict[str, tuple[int, ...]], scaled: dict[str, Parameter]
-) -> None:
+def _check_tensors(tensors: dict[str, Layout], shapes: dict[str, tuple[int, ...]]) -> None:
     for name, found in tensors.items():
-        if name in scaled:
-            try:
-                blocks_of(scaled[name].shape, found.shape)
-            except ValueError as error:
-                raise invalid(f"{name!r}: {error}") from None
-        elif name not in shapes:
+        if name not in shapes:
             raise invalid(f"there is no parameter {name!r}")
-        elif found.shape != shapes[name]:
+        if found.shape != shapes[name]:
             raise invalid(f"{name!r} has the shape {list(found.shape)}, not {list(shapes[name])}")
         if code_of(found.dtype) not in CODES:
             raise invalid(f"{name!r} has the type {found.dtype}")
@@ -275,8 +264,7 @@ def check_finite(arrays: Mapping[str, Array]) -> None:
 
 
 def slices_of(shard: Shard, arrays: Mapping[str, Array]) -> dict[str, Array]:
-    """Return what a shard's file has of arrays of whole parameters, some of which may lack. All scales of a
-    parameter are in every file that has some of it."""
+    """Return what a shard's file has of arrays of whole parameters, some of which may lack."""
     slices = {}
     for part in shard.slices:
         array = arrays.get(part.parameter.name)
@@ -285,8 +273,6 @@ def slices_of(shard: Shard, arrays: Mapping[str, Array]) -> dict[str, Array]:
         if not part.is_whole:
             array = array.reshape(-1)[part.start : part.stop]
         slices[part.parameter.name] = array
-        if part.scales in arrays:
-            slices[part.scales] = arrays[part.scales]
     return slices
 
 

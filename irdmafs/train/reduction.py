@@ -17,17 +17,7 @@ import numpy as np
 from ..client import FormatError
 from ..client._dtypes import Array
 from ..client._safetensors import head_of
-from .arithmetic import (
-    F32,
-    Blocks,
-    BlockScales,
-    Weight,
-    accumulate,
-    count_nonfinite,
-    scratch,
-    square_sum,
-    to_float32,
-)
+from .arithmetic import F32, Blocks, accumulate, count_nonfinite, scratch, square_sum, to_float32
 from .directory import PARAMS, PLAN, STATE, VERSION, TrainDirectory, params_of
 from .errors import BadPush, Refused
 from .layout import Run, Shard, runs_of
@@ -58,21 +48,12 @@ class PartFolders(NamedTuple):
 
 
 class _Term(NamedTuple):
-    """Elements of a push: the name of the push, their file and their place in it, and their factors."""
+    """Elements of a push: the name of the push, their file and their place in it, and their factor."""
 
     path: str
     file: ShardFile
     run: Run
     weight: float
-    scales: BlockScales | None
-
-    def weight_from(self, first: int) -> Weight:
-        """Return what the elements of the shard are multiplied by, from `first` on."""
-        scales, scaled = self.scales, self.run.scaled
-        if scales is None or scaled is None:
-            return self.weight
-        start = scaled.start + first - self.run.at
-        return lambda part: scales.factors(start + part.start, start + part.stop, self.weight)
 
     def elements(self, first: int, count: int) -> Array:
         """Return elements of the shard, from `first` on, as they lie in the file."""
@@ -141,7 +122,7 @@ class Reduction:
             except Refused as error:
                 raise BadPush(counted.path, str(error)) from None
             for run in runs_of(self._shard, file.header):
-                yield _Term(counted.path, file, run, counted.weight, _scales(file, run))
+                yield _Term(counted.path, file, run, counted.weight)
 
     def square_norms(self) -> list[float]:
         """Return the sum of squares of each update's combined pushes, however many threads there are."""
@@ -202,15 +183,6 @@ class Reduction:
         return _combine(terms, first, scratch.block("gradient", last - first))
 
 
-def _scales(file: ShardFile, run: Run) -> BlockScales | None:
-    if run.scaled is None:
-        return None
-    given = file.tensor(run.scaled.scales)
-    scales = np.empty(given.size, np.float32)
-    to_float32(given.reshape(-1), scales)
-    return BlockScales(run.scaled.parameter.shape, scales.reshape(given.shape))
-
-
 def _spans(size: int, updates: Sequence[Sequence[_Term]], *, mean: bool) -> list[_Span]:
     """Cut a shard where the parts of pushes begin and end, with their final weights."""
     runs = [term.run for terms in updates for term in terms]
@@ -230,7 +202,7 @@ def _weighted(terms: Sequence[_Term], start: int, stop: int, *, mean: bool) -> t
 
 def _combine(terms: Sequence[_Term], first: int, out: F32) -> F32:
     """Sum up the elements of a shard from `first` on, which all terms have, in the order of the plan."""
-    accumulate(out, [(term.elements(first, len(out)), term.weight_from(first)) for term in terms])
+    accumulate(out, [(term.elements(first, len(out)), term.weight) for term in terms])
     return out
 
 
