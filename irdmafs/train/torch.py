@@ -15,7 +15,6 @@ from __future__ import annotations
 import contextlib
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from concurrent.futures import Future, ThreadPoolExecutor
 from functools import partial
 from typing import Any
 
@@ -81,7 +80,6 @@ class ParameterServerOptimizer(_Member, torch.optim.Optimizer):
         weight: float = 1.0,
         timeout_s: float | None = None,
         overlap: bool = False,
-        delayed: bool = False,
     ) -> None:
         """`params`: `model.named_parameters()`, which get the values of the newest version. `name`: of the
         worker. `weight`: of a push, unless step() says another. `timeout_s`: of the wait for the next
@@ -91,15 +89,8 @@ class ParameterServerOptimizer(_Member, torch.optim.Optimizer):
         on with others. It needs a directory with several shards to be of use. Gradients that are changed
         after backward(), or accumulated by several, are written again by step().
 
-        `delayed`: step() does not wait for the version that its push is in, but for the one before: a
-        thread pushes and pulls during the next step's computation (Pipe-SGD, Li et al. 2018,
-        arXiv:1811.03619). Gradients are older by one version. They are taken: after step() they are None.
-
-        Raises TrainError, also if a parameter is not one of the directory's, ValueError for `overlap` and
-        `delayed` together, and OSError.
+        Raises TrainError, also if a parameter is not one of the directory's, ValueError and OSError.
         """
-        if overlap and delayed:
-            raise ValueError("overlap and delayed are two ways to do the same")
         named = list(params)
         if not all(isinstance(one, tuple) for one in named):
             raise ValueError("parameters need names: give model.named_parameters()")
@@ -108,14 +99,11 @@ class ParameterServerOptimizer(_Member, torch.optim.Optimizer):
         with self._joined(Worker(directory, name), tensors):
             super().__init__(list(tensors.values()), {"lr": self._worker.config.learning_rate})
             self._early = _EarlyPush(self._worker, tensors) if overlap else None
-            self._later = _LaterPull(self._worker, tensors, timeout_s) if delayed else None
 
     def close(self) -> None:
-        """Take part no longer. If `delayed`, wait for the version that the last push is in."""
+        """Take part no longer."""
         if self._early is not None:
             self._early.close()
-        if self._later is not None:
-            self._later.close()
         super().close()
 
     def step(self, closure: Callable[[], Any] | None = None, *, weight: float | None = None) -> Any:
@@ -132,23 +120,12 @@ class ParameterServerOptimizer(_Member, torch.optim.Optimizer):
         gradients = {name: one.grad for name, one in self._tensors.items() if one.grad is not None}
         weight = self._weight if weight is None else weight
         lr = float(self.param_groups[0]["lr"])
-        if self._later is not None:
-            self._later.adopt()
-            self._later.begin(gradients, weight, lr)
-            super().zero_grad()
-            return loss
         if self._early is not None:
             self._early.finish(gradients, weight, lr)
         else:
             self._worker.push(gradients, weight=weight, lr=lr)
         self._pull()
         return loss
-
-    def synchronize(self) -> None:
-        """Wait for the version that the last step's push is in, and take it over: if `delayed`, step() has
-        not. Raises as step() does."""
-        if self._later is not None:
-            self._later.adopt()
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Set all gradients to None, or to zero; what was written of them is dropped."""
@@ -161,40 +138,6 @@ class ParameterServerOptimizer(_Member, torch.optim.Optimizer):
         if self.param_groups:
             raise ValueError("the parameters of a training directory are one group")
         super().add_param_group(param_group)
-
-
-class _LaterPull:
-    """Pushes gradients, and pulls the version that they are in, in a thread."""
-
-    def __init__(self, worker: Worker, tensors: Mapping[str, Any], timeout_s: float | None) -> None:
-        self._worker = worker
-        self._tensors = tensors
-        self._timeout_s = timeout_s
-        self._pulled = {
-            name: torch.empty_like(tensor, requires_grad=False) for name, tensor in tensors.items()
-        }
-        self._thread = ThreadPoolExecutor(1, thread_name_prefix="irdmafs-exchange")
-        self._exchange: Future[None] | None = None
-
-    def begin(self, gradients: Mapping[str, Any], weight: float, lr: float) -> None:
-        self._exchange = self._thread.submit(self._push_pull, gradients, weight, lr)
-
-    def _push_pull(self, gradients: Mapping[str, Any], weight: float, lr: float) -> None:
-        self._worker.push(gradients, weight=weight, lr=lr)
-        self._worker.pull(out=self._pulled, timeout_s=self._timeout_s)
-
-    def adopt(self) -> None:
-        """Wait for the version, if one is on its way, and take it over."""
-        if self._exchange is None:
-            return
-        exchange, self._exchange = self._exchange, None
-        exchange.result()
-        with torch.no_grad():
-            for name, tensor in self._tensors.items():
-                tensor.copy_(self._pulled[name])
-
-    def close(self) -> None:
-        self._thread.shutdown()
 
 
 class _EarlyPush:

@@ -99,7 +99,6 @@ def train(
                 members[number].zero_grad()
                 loss_of(models[number], inputs, targets).backward()
                 members[number].step(weight=len(inputs))
-            members[number].synchronize()
             return parameters(models[number])
 
         return in_workers(workers, work)
@@ -186,43 +185,6 @@ def test_overlap_gives_the_same_bits(place: Path, shards: int, dtype: str) -> No
     assert all(tensor.dtype == kind for tensor in found[0].values())
     start = parameters(make_model(kind))
     assert not any(torch.equal(found[0][name], start[name]) for name in start)
-
-
-def test_delayed_training_applies_gradients_of_the_version_before(place: Path) -> None:
-    folder = begin_training(place / "run", make_model(), TrainConfig(lr=0.1, workers=2), 2)
-    found = train(folder, make_model, delayed=True)
-    # A model that is one step behind, and the gradients that were made with it.
-    older, newer = make_model(), make_model()
-    optimizer = torch.optim.SGD(newer.parameters(), lr=0.1)
-    for step in range(STEPS):
-        inputs, targets = map(torch.cat, zip(batch(step, 0), batch(step, 1), strict=True))
-        older.zero_grad()
-        loss_of(older, inputs, targets).backward()
-        made_with = {name: tensor.grad for name, tensor in older.named_parameters()}
-        older.load_state_dict(newer.state_dict())
-        for name, tensor in newer.named_parameters():
-            tensor.grad = made_with[name].clone()
-        optimizer.step()
-    for one in found:
-        assert_close(one, parameters(newer))
-
-
-def test_delayed_step_waits_for_the_version_before(place: Path) -> None:
-    model = make_model()
-    folder = begin_training(place / "run", model, TrainConfig(workers=1))
-    with optimizers.ParameterServerOptimizer(
-        model.named_parameters(), folder, name="worker", timeout_s=0.2, delayed=True
-    ) as optimizer:
-        loss_of(model, *batch(0, 0)).backward()
-        optimizer.step()
-        assert model[0].weight.grad is None
-        loss_of(model, *batch(1, 0)).backward()
-        with pytest.raises(TimeoutError):
-            optimizer.step()
-    with pytest.raises(ValueError, match="two ways"):
-        optimizers.ParameterServerOptimizer(
-            model.named_parameters(), folder, overlap=True, delayed=True
-        )
 
 
 @contextmanager
