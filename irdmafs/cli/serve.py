@@ -10,7 +10,7 @@ from typing import Any
 import click
 
 from ..mount.mounting import named
-from ..mount.stores import OF_NODES, refuse_mount, refuse_other_purpose, refuse_strange_files
+from ..mount.stores import OF_NODES, make_fit, refuse_mount, refuse_other_purpose
 from ..mount_options import MountError
 from .cluster import file_option, load, say
 from .flags import overrides, section_flags
@@ -45,11 +45,12 @@ def serve(store: str, config_path: str | None, foreground: bool, **flags: Any) -
     refuse_other_purpose(store, "node")
     try:
         os.makedirs(store, mode=0o700, exist_ok=True)
-        refuse_strange_files(store, store, OF_NODES)
     except FileExistsError:
         raise MountError(f"the store {store} is not a directory") from None
     except OSError as error:
         raise MountError(f"cannot make the store {store}: {error.strerror}") from error
+    for warning in make_fit(store, store, OF_NODES):
+        say(f"warning: {warning}", err=True)
     log = None if foreground else config.log.file or os.path.join(store, "irdmafs.log")
 
     def run(ready: Callable[[str], None], waits: Callable[[str], None]) -> None:

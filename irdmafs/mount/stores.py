@@ -251,7 +251,7 @@ def explicit_store(directory: str, mountpoint: str, size: int | None = None) -> 
         raise MountError(f"cannot use the store {directory}: {_reason(error)}") from error
     warnings: tuple[str, ...] = ()
     if not created:
-        warnings = _make_fit(path, directory)
+        warnings = make_fit(path, directory, _ENTRIES)
         wait_until_free(path)
     if size is not None:
         resize(path, size)
@@ -267,13 +267,13 @@ def refuse_mount(path: str, name: str) -> None:
 
 def _reason(error: OSError) -> str:
     if error.errno == errno.EROFS:
-        return "its filesystem is read-only, and a mount writes there, also with -o ro"
+        return "its filesystem is read-only, and a store is written to, also with -o ro"
     return error.strerror or str(error)
 
 
-def _make_fit(path: str, name: str) -> tuple[str, ...]:
-    """Check that an existing directory is a store of this user or empty, take write permission from other
-    users, and return warnings. Raises MountError."""
+def make_fit(path: str, name: str, own: re.Pattern[str]) -> tuple[str, ...]:
+    """Check that an existing directory is a store with `own` files of this user and root, or empty, take
+    write permission from other users, and return warnings. Raises MountError."""
     try:
         status = os.stat(path)
         entries = [*os.scandir(path)]
@@ -282,10 +282,10 @@ def _make_fit(path: str, name: str) -> tuple[str, ...]:
         if not os.access(path, os.W_OK):
             raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), path)
         owners = {entry.stat(follow_symlinks=False).st_uid for entry in entries} | {status.st_uid}
-        strangers = sorted(owners - {os.geteuid()})
+        strangers = sorted(owners - {0, os.geteuid()})
     except OSError as error:
         raise MountError(f"cannot use the store {name}: {_reason(error)}") from error
-    refuse_strange_files(path, name, _ENTRIES)
+    _refuse_strange_files(path, name, own)
     if strangers:
         raise MountError(
             f"the store {name}, or what is in it, belongs to user {strangers[0]}, who could change it; "
@@ -297,7 +297,7 @@ def _make_fit(path: str, name: str) -> tuple[str, ...]:
     return ()
 
 
-def refuse_strange_files(path: str, name: str, own: re.Pattern[str]) -> None:
+def _refuse_strange_files(path: str, name: str, own: re.Pattern[str]) -> None:
     """Raise MountError if a directory that is no store yet holds other files than `own` ones."""
     strange = sorted(entry for entry in os.listdir(path) if not own.fullmatch(entry))
     if strange and purpose_of(path) is None:

@@ -519,6 +519,17 @@ def test_serve_refuses_what_cannot_work(cluster: Cluster, tmp_path: Path) -> Non
     assert "is not a directory" in refused(*file)
 
 
+def test_a_store_that_another_user_prepared_is_not_served(cluster: Cluster, tmp_path: Path) -> None:
+    file, planted = tmp_path / "of root" / "file", tmp_path / "store" / "incoming"
+    for made in (file, planted):
+        made.parent.mkdir()
+    file.touch()
+    planted.symlink_to(file.parent)
+    os.chown(planted, 65534, 65534, follow_symlinks=False)
+    assert "belongs to user 65534" in one_line(cluster.run("serve", str(planted.parent)))
+    assert file.exists()
+
+
 def test_a_served_store_is_a_node_until_it_is_told_to_end(cluster: Cluster, tmp_path: Path) -> None:
     store = tmp_path / "store"
     arguments = ("--zone", "z", "--log-format", "json", "--metrics-port", "0")
