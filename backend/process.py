@@ -5,6 +5,7 @@ import logging
 import os
 import resource
 import socket
+from contextlib import suppress
 
 log = logging.getLogger(__name__)
 
@@ -25,18 +26,20 @@ def calm_the_collector() -> None:
     gc.set_threshold(50_000, 50, 100)
 
 
-def raise_open_files_limit() -> None:
-    """Raise the limit of open files as far as this process may."""
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+def raise_limits() -> None:
+    """Raise the limits of open files, of the length of files and of processor time as far as this process
+    may: those of a shell are meant for the programs that it runs."""
     with open("/proc/sys/fs/nr_open", "rb") as file:
-        wanted = max(hard, min(int(file.read()), _WANTED_OPEN_FILES))
-    for limit in (wanted, hard):
-        try:
-            resource.setrlimit(resource.RLIMIT_NOFILE, (limit, max(limit, hard)))
-            return
-        except (OSError, ValueError):
-            continue  # raising the hard limit needs CAP_SYS_RESOURCE
-    log.warning("the limit of open files stays at %d", soft)
+        files = min(int(file.read()), _WANTED_OPEN_FILES)
+    wanted = {
+        resource.RLIMIT_NOFILE: max(files, resource.getrlimit(resource.RLIMIT_NOFILE)[1]),
+        resource.RLIMIT_FSIZE: resource.RLIM_INFINITY,
+        resource.RLIMIT_CPU: resource.RLIM_INFINITY,
+    }
+    for kind, most in wanted.items():
+        for limit in (resource.getrlimit(kind)[1], most):
+            with suppress(OSError, ValueError):  # raising the hard limit needs CAP_SYS_RESOURCE
+                resource.setrlimit(kind, (limit, limit))
 
 
 def own_status(field: str) -> str:

@@ -31,7 +31,7 @@ from ..model.records import NodeAddress, Settings
 from ..observe.figures import gauge, gauges, values_of
 from ..observe.logs import identify, log_failure
 from ..observe.metrics import serve_metrics
-from ..process import calm_the_collector, has_terminal, raise_open_files_limit, tell_manager
+from ..process import calm_the_collector, has_terminal, raise_limits, tell_manager
 from ..transport.caller import Caller
 from ..transport.mover import Host
 from ..transport.movers import all_movers
@@ -83,7 +83,7 @@ async def serve_node(
 
     Raises ConfigError, StoreInUse, kv.Damaged or OSError with a line for the user.
     """
-    raise_open_files_limit()
+    raise_limits()
     config.listen()  # raises an error before anything is changed
     with trio.open_signal_receiver(signal.SIGTERM, signal.SIGINT, signal.SIGHUP) as signals:
         async with background() as nursery:

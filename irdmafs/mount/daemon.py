@@ -17,7 +17,7 @@ import trio
 
 from .._version import __version__
 from ..backend.kv import Damaged
-from ..backend.process import calm_the_collector, has_terminal, raise_open_files_limit, tell_manager
+from ..backend.process import calm_the_collector, has_terminal, raise_limits, tell_manager
 from ..backend.store.api import Store
 from ..backend.store.embedded import embedded_store
 from ..backend.unwrap import if_it_fails
@@ -62,7 +62,7 @@ async def serve(config: MountConfig, ready: Callable[[str], None]) -> None:
     `ready` is called once the mount answers, with the session's name and, on further lines, why it is not
     the kernel session and other warnings. Raises MountError with one line for the user.
     """
-    raise_open_files_limit()
+    raise_limits()
     try:
         async with _opened_store(config) as (store, cluster):
             calm_the_collector()

@@ -3,6 +3,7 @@
 import json
 import os
 import re
+import resource
 import signal
 import subprocess
 import sys
@@ -221,6 +222,14 @@ def test_foreground_mount_ends_by_signal_and_leaves_nothing_mounted(
     assert not own.is_mounted()
     own.mount()
     assert (own.path / "file").read_bytes() == b"closed"
+
+
+def test_a_mount_does_not_have_the_limits_of_its_shell(own: Mount) -> None:
+    command = ("prlimit", "--fsize=1000000:", "--cpu=1000:", *IRDMAFS, "mount", own.path)
+    subprocess.run((*command, "--store", own.store), check=True, timeout=60)
+    for kind in (resource.RLIMIT_FSIZE, resource.RLIMIT_CPU):
+        limit, most = resource.prlimit(own.pid, kind)
+        assert limit == most
 
 
 # -- umount ---------------------------------------------------------------------------------------
