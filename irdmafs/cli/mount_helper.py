@@ -78,7 +78,8 @@ def _with_defaults(words: list[str]) -> list[str]:
 
 
 def _translated(source: str, words: list[str]) -> Iterator[str]:
-    """Yield the flags of `irdmafs mount` for a source and options. Raises MountError for a bad source."""
+    """Yield the flags of `irdmafs mount` for a source and options. Raises MountError for a bad source, and
+    for a flag without its value, which would take the word after it."""
     if source not in _NO_SOURCE:
         if "," in source:
             raise MountError(f"the source {source!r} has a comma in it: give a path without one")
@@ -97,21 +98,25 @@ def _translated(source: str, words: list[str]) -> Iterator[str]:
     flags = _flags()
     for word in words:
         name, equals, value = word.partition("=")
+        name = name.replace("_", "-")
         flag = flags.get(name)
         if flag is None:
             yield from ("-o", word)
+        elif flag.is_flag or equals:
+            yield f"--{name}={value}" if equals else f"--{name}"
         else:
-            yield f"{flag}={value}" if equals else flag
+            raise MountError(f"-o {name} needs a value: {name}=...")
 
 
-def _flags() -> dict[str, str]:
-    """Return the flags of `irdmafs mount` by the words that stand for them among options."""
-    flags = {}
-    for parameter in mount.params:
-        for flag in (*parameter.opts, *parameter.secondary_opts):
-            if isinstance(parameter, click.Option) and flag.startswith("--"):
-                flags[flag[2:]] = flags[flag[2:].replace("-", "_")] = flag
-    return flags
+def _flags() -> dict[str, click.Option]:
+    """Return the flags of `irdmafs mount` by their names."""
+    return {
+        flag[2:]: parameter
+        for parameter in mount.params
+        if isinstance(parameter, click.Option)
+        for flag in (*parameter.opts, *parameter.secondary_opts)
+        if flag.startswith("--")
+    }
 
 
 def _remount(directory: str, words: list[str], fake: bool) -> None:

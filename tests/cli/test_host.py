@@ -163,6 +163,7 @@ def test_an_automounter_can_mount_it(host: InstalledHost) -> None:
         ("none", "timeout=3s", "--timeout needs --cluster"),
         ("none", "sise=3M", "unknown mount option 'sise'"),
         ("none", "session=fast", "'fast' is not one of"),
+        ("none", "log_file", "-o log-file needs a value"),
     ],
 )
 def test_what_cannot_mount_is_told(tmp_path: Path, source: str, options: str, told: str) -> None:
