@@ -118,15 +118,25 @@ def test_init_that_is_ended_leaves_nothing(tmp_path: Path, number: signal.Signal
     assert list(made.iterdir()) == []
 
 
-def test_ctrl_c_among_several_tasks_ends_a_command_as_any_other() -> None:
-    async def wait() -> None:
-        async with trio.open_nursery():
-            raise KeyboardInterrupt
+def interrupted(*_: object) -> None:
+    raise KeyboardInterrupt
 
-    waiting = click.Command("wait", callback=lambda: trio.run(wait))
+
+async def interrupted_among_several_tasks() -> None:
+    async with trio.open_nursery():
+        interrupted()
+
+
+@pytest.mark.parametrize("during", ["flags", "wait"])
+def test_ctrl_c_ends_every_command_alike_and_silently(
+    during: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    waiting = click.Command("wait", callback=lambda: trio.run(interrupted_among_several_tasks))
+    flag = click.Option(["--flag"], callback=interrupted if during == "flags" else None)
     with pytest.raises(SystemExit) as ended:
-        type(main)(commands=[waiting]).main(["wait"])
+        type(main)(commands=[waiting], params=[flag], callback=lambda flag: None).main(["wait"])
     assert ended.value.code == 128 + signal.SIGINT
+    assert capsys.readouterr() == ("", "")
 
 
 # -- directories ----------------------------------------------------------------------------------
