@@ -140,18 +140,23 @@ def hold(directory: str, command: tuple[str, ...], number: int | None, **when: A
 @click.argument("directory", metavar="DIR")
 @click.argument("old", metavar="OLD", type=int)
 @click.argument("new", metavar="NEW", type=int)
+@json_option
 @click.pass_context
-def diff(ctx: click.Context, directory: str, old: int, new: int) -> None:
+def diff(ctx: click.Context, directory: str, old: int, new: int, as_json: bool) -> None:
     """List the files of DIR that differ between versions OLD and NEW, and tensors of .safetensors files:
     + came, - went, ~ changed. The exit code is 1 if anything differs."""
     from ..client._differences import differences
 
-    made, code = _versions(directory), 0
+    made = _versions(directory)
     with made.hold(old) as first, made.hold(new) as second:
+        found = []
         for sign, name in differences(first.path, second.path):
-            click.echo(f"{sign} {status.one_line(name)}")
-            code = 1
-    ctx.exit(code)
+            if not as_json:
+                click.echo(f"{sign} {status.one_line(name)}")
+            found.append({"change": sign, "name": name})
+    if as_json:
+        print_json({"differences": found})
+    ctx.exit(1 if found else 0)
 
 
 @click.command()

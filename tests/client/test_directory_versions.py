@@ -344,6 +344,8 @@ def test_commands_publish_list_compare_hold_and_roll_back(folder: Path, tmp_path
     assert irdmafs("diff", run, "1", "2").stdout.splitlines() == [
         "~ below/config", "~ damaged.safetensors", "~ model.safetensors", "~ model.safetensors/other",
     ]  # fmt: skip
+    told = json.loads(irdmafs("diff", "--json", run, "1", "2").stdout)["differences"]
+    assert told[0] == {"change": "~", "name": "below/config"} and len(told) == 4
     assert irdmafs("rollback", run, "1").stdout == f"{run}/versions/3\n"
     listing = " ".join([*IRDMAFS, "versions", os.fspath(run)])
     command = f"test $IRDMAFS_PATH = {run}/versions/3 && {listing} && exit $IRDMAFS_VERSION"
