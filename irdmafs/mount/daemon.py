@@ -318,11 +318,13 @@ class _Daemon:
         return [MountCounters(requests, errors, opened), *self._store.figures()]
 
     def _warnings(self) -> list[str]:
-        """Return the cluster's warnings, and one about locks, which in the pyfuse3 session the kernel keeps
-        by itself."""
+        """Return the cluster's warnings, and those about options that the pyfuse3 session does not obey, as
+        the kernel keeps its locks and answers its polls by itself."""
         found = [] if self._cluster is None else self._cluster.warnings()
-        in_cluster = self._store.locks is not None and self._config.options.locks == "cluster"
-        if self._wakeups is None and in_cluster:
+        options, is_portable = self._config.options, self._wakeups is None
+        if is_portable and options.poll:
+            found.append("-o poll has no effect: with pyfuse3 no file tells that it is outdated")
+        if is_portable and self._store.locks is not None and options.locks == "cluster":
             found.append(
                 "locks hold on this host only, not in the cluster (-o locks=local says so too)"
             )

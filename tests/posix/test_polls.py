@@ -188,3 +188,9 @@ def test_without_the_option_the_kernel_asks_once_and_nothing_is_told(
             replace(mount.path / "file")
             assert poller.poll() == [(file.fileno(), both)]
     assert counted["POLL"] <= 1
+
+
+def test_a_session_that_tells_nothing_says_so() -> None:
+    with make_mount("pyfuse3", "-o", "poll") as mount:
+        warnings = mount.status()["warnings"]
+    assert [line for line in warnings if line.startswith("-o poll has no effect")]
