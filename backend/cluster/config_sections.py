@@ -292,7 +292,7 @@ class MountSection:
         Size(64 << 10), "Files up to this size travel inside control messages"
     )
     names_ahead: int = declare(
-        50_000, "Names that are read at the start; of more, directories are read when they are used"
+        0, "Of more names than this a mount reads directories when they are used; 0: it reads all"
     )
     encrypt_data: bool = declare(False, "TLS for data, not only for control; switches RDMA off")
     timeout: Seconds = _mount(

@@ -58,6 +58,11 @@ class Known:
         for some in (self.unread, self.placed, self.whole, self.behind):
             some.clear()
 
+    def found(self, directory: int) -> None:
+        """Note that there is a directory, in which there may be names."""
+        if not (self.everything or directory == ROOT_INO):
+            self.unread.add(directory)
+
     def linked(self, ino: int, parent: int) -> None:
         """Note that a name is known that an inode has in a directory."""
         self.placed.discard(ino)
@@ -71,8 +76,10 @@ class Known:
         for some in (self.unread, self.placed, self.whole, self.behind):
             some.discard(ino)
 
-    def concerning(self, events: Sequence[Event]) -> list[Event]:
+    def concerning(self, events: Sequence[Event]) -> Sequence[Event]:
         """Return the events of a transaction that are about what is known. Names come before inodes."""
+        if self.everything:
+            return events
         inodes, unread, needed = self._inodes, self.unread, self.needed
         found, named = list[Event](), {ROOT_INO, *needed}
         for event in events:

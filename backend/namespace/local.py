@@ -13,7 +13,7 @@ from ..kv import Compare
 from .commit import Commit
 from .inode import ROOT_INO, Inode
 from .lookup import Totals
-from .numbers import ALL_INOS
+from .numbers import ALL_INOS, last_ino
 from .planner import root_of
 from .tree import Tree
 
@@ -62,7 +62,7 @@ class LocalCommitter:
         """Make the root directory of a new store, and remove what a crash left: files that were never
         published. Return whether there was a crash; then visit(inode) was called with all others."""
         tree, records = self._tree, self._tree.records
-        self._next_ino = tree.last_ino() + 1
+        self._next_ino = last_ino(tree) + 1
         for key, _ in list(records.range(*_QUOTAS)):
             tree.quotas.take_limits(tree.inodes[int.from_bytes(key[1:], "big")])
         if tree.quotas.in_use:

@@ -14,7 +14,7 @@ import trio
 
 from ..kv import Conflict, Put
 from ..model.records import NEXT_INO_KEY, NEXT_INO_OF, key_of
-from .inode import FIRST_VIRTUAL_INO, ROOT_INO, fail
+from .inode import FIRST_VIRTUAL_INO, ROOT_INO, fail, inode_key
 from .lookup import Names
 from .others import Hub
 
@@ -52,6 +52,13 @@ def belongs(ino: int, directory: int) -> bool:
 def next_ino_key(subvolume: int) -> bytes:
     """Return the key of the next free inode number of a subvolume; ROOT_INO: outside of all."""
     return NEXT_INO_KEY if subvolume == ROOT_INO else key_of(NEXT_INO_OF, subvolume)
+
+
+def last_ino(tree: Names, subvolume: int = ROOT_INO) -> int:
+    """Return the largest number of an inode of a tree, in a subvolume or outside of all."""
+    numbers = numbers_of(subvolume)
+    key = tree.records.last(inode_key(numbers.start), inode_key(numbers.stop))
+    return int.from_bytes(key[1:], "big") if key is not None else subvolume
 
 
 class Spent(Exception):

@@ -44,7 +44,7 @@ _Range = tuple[bytes, bytes]
 
 
 class Reader:
-    """Reads names into a tree. A namespace of `ahead` names or fewer is read as a whole. `followed()` are
+    """Reads names into a tree, all of them if there are `ahead` or fewer, or that is 0. `followed()` are
     the directories that anybody follows, `own` is one that always has to be known; 0: there is none.
     Methods raise OSError."""
 
@@ -68,7 +68,9 @@ class Reader:
         """Return the records in a range, but of names and inodes only those of what is known, and the
         revision that they are of."""
         if not self._has_begun:
-            self._known.everything = not await self._engine.has_more(*_KINDS[0], self._ahead)
+            ahead = self._ahead
+            is_much = ahead != 0 and await self._engine.has_more(*_KINDS[0], ahead)
+            self._known.everything = not is_much
             self._has_begun = True
         if self._known.everything:
             return await self._engine.snapshot(start, end)

@@ -29,7 +29,7 @@ from .drafts import DRAFTS, is_named_draft
 from .events import Listener, changes_of, differences, load_order, misplaced, removals_first
 from .inode import DAMAGED_INO, FIRST_VIRTUAL_INO, ROOT_INO, Inode, inode_key, name_key, time_key
 from .lookup import Names, link_key
-from .numbers import next_ino_key, numbers_of
+from .numbers import last_ino, next_ino_key, numbers_of
 from .quotas import QUOTA_NAMES, Quotas
 from .watches import Watches
 
@@ -86,12 +86,6 @@ class Tree(Names):
         # A directory has, or had, the attribute of drafts, or the name of one.
         self.has_drafts = False
 
-    def last_ino(self, subvolume: int = ROOT_INO) -> int:
-        """Return the largest number of an inode, in a subvolume or outside of all."""
-        numbers = numbers_of(subvolume)
-        key = self.records.last(inode_key(numbers.start), inode_key(numbers.stop))
-        return int.from_bytes(key[1:], "big") if key is not None else subvolume
-
     # -- consumer of the replica hub ---------------------------------------------------------------
 
     def load(self, records: Iterable[KeyValue], revision: int) -> None:
@@ -108,9 +102,7 @@ class Tree(Names):
         self.inodes.are_compared = self._listener is not None
 
     def apply(self, revision: int, events: Sequence[Event]) -> None:
-        before = self.take(
-            self.news(events if self.known.everything else self.known.concerning(events))
-        )
+        before = self.take(self.news(self.known.concerning(events)))
         if self._listener is not None:
             self._tell(self._listener, before)
 
@@ -165,8 +157,7 @@ class Tree(Names):
             if ino in self.inodes and not self.inodes[ino].name:
                 self.inodes.changing(ino).parent = parent
                 self.known.placed.add(ino)
-        if self._linked_directories:
-            self._refuse_misplaced()
+        self._refuse_misplaced()
         if self._waiting and self._concern_directories({inode.ino for inode, _ in inodes}):
             while self._takes_one_that_waits():
                 self._refuse_misplaced()
@@ -264,7 +255,7 @@ class Tree(Names):
         former, _ = self.next_block(subvolume)
         if told < former or told not in numbers_of(subvolume):
             self._faults.add(next_ino_key(subvolume), f"{told} is not the number of the next inode")
-            told = max(former, 1 + self.last_ino(subvolume))
+            told = max(former, 1 + last_ino(self, subvolume))
         self._blocks[subvolume] = told, revision
 
     # -- own changes -----------------------------------------------------------------------------
@@ -363,9 +354,8 @@ class Tree(Names):
             inode.parent, inode.name, inode.more = known.parent, known.name, known.more
         else:
             inode.parent = 0  # until a name is known
-            is_new = ino == ROOT_INO or (self._is_loaded and ino in self._making)
-            if inode.is_dir and not (self.known.everything or is_new):
-                self.known.unread.add(ino)
+            if inode.is_dir and not (self._is_loaded and ino in self._making):
+                self.known.found(ino)
         if inode.is_dir:
             inode.nlink = (known.nlink if known is not None else 0) or 2
             self.inodes.date(inode)

@@ -65,8 +65,8 @@ def test_a_host_knows_rightly_what_it_has_read_whatever_others_do(
             others = [Tidy(one, random_) for one in (first, second)]
             for _ in range(8):
                 async with trio.open_nursery() as nursery:
-                    for one in others:
-                        nursery.start_soon(one.work, 25)
+                    for worker in others:
+                        nursery.start_soon(worker.work, 25)
                     nursery.start_soon(Tidy(part, random_).work, 5)
                     if random_.random() < 0.5:
                         nursery.start_soon(look, looker, random_)

@@ -15,11 +15,11 @@ ROOT = Path(__file__).parents[2]
 PLACES = {"irdmafs": "irdmafs", "backend": "irdmafs.backend", "scripts": "", "tests": ""}
 LINES_MAX = 500
 # Budgets: lines of Python and words of pages. They are lowered when something went. What raised them, after
-# what could be made simpler: clones, storing by threads, sending ahead, joint transactions, and tests of
-# what was found.
-PRODUCT_LINES_MAX = 53_979
-TEST_LINES_MAX = 54_944
-PAGE_WORDS_MAX = 24_000
+# what could be made simpler: clones, storing by threads, sending ahead, joint transactions, names by
+# directory, and tests of what was found.
+PRODUCT_LINES_MAX = 54_415
+TEST_LINES_MAX = 54_996
+PAGE_WORDS_MAX = 23_979
 GENERATED = "_pb2.py"
 # From bottom to top: what each room may import is above it in this list.
 ROOMS = (
