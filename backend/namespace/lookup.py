@@ -105,7 +105,8 @@ class Names:
             return self.inode(self.parent_of(parent))
         if len(name) > NAME_MAX:
             raise fail(errno.ENAMETOOLONG)
-        self.known.require(parent)
+        if parent in self.known.unread:
+            raise Unread(parent)
         return None
 
     def parent_of(self, directory: int) -> int:
@@ -217,15 +218,15 @@ class Names:
         if len(name) > NAME_MAX:
             return 0
         value = self.records.get(b"d" + parent.to_bytes(8, "big") + name)
-        if value is None:
-            self.known.require(parent)
+        if value is None and parent in self.known.unread:
+            raise Unread(parent)
         return int.from_bytes(value[:8], "big") if value is not None else 0
 
     def name_revision(self, parent: int, name: bytes) -> int:
         """Return the revision that last put a name, 0: there is none."""
         value = self.records.get(name_key(parent, name)) if len(name) <= NAME_MAX else None
-        if value is None:
-            self.known.require(parent)
+        if value is None and parent in self.known.unread:
+            raise Unread(parent)
         return int.from_bytes(value[8:], "big") if value is not None else 0
 
     def check_names(self, inodes: Iterable[Inode]) -> None:
