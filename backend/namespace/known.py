@@ -66,10 +66,14 @@ class Known:
     def linked(self, ino: int, parent: int) -> None:
         """Note that a name is known that an inode has in a directory."""
         self.placed.discard(ino)
-        if ino in self.unread and any(
-            one.ino in self.whole for one in upwards(self._inodes, parent)
-        ):
-            self.behind.add(ino)
+        if self.whole and ino in self.unread:
+            passed = set[int]()
+            for above in upwards(self._inodes, parent):
+                if above.ino in self.whole:
+                    self.behind.add(ino)
+                if above.ino in passed:  # a name that leads there is about to be refused
+                    break
+                passed.add(above.ino)
 
     def forget(self, ino: int) -> None:
         """Note that an inode is gone."""
