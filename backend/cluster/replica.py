@@ -248,7 +248,7 @@ class Replica:
                 log.warning("the cluster's keys cannot be read now: %s", error)
 
     async def _follow_change(self, change: Change) -> None:
-        if self._names is None:
+        if self._names is None or self._names.known.everything:
             self._apply(change.revision, change.events)
             return
         async with self._changing:

@@ -19,13 +19,13 @@ _TRIES = 100
 
 
 class Known:
-    """What a tree with these records and inodes knows: `everything`, or else not the names in the
-    directories that are `unread`, but for some that lead to known inodes; and of what is `placed` not the
-    name, but the directory that holds it.
+    """The knowledge of a tree with these records and inodes: `everything`, or the names in all directories
+    but the `unread` ones. Of those only names are known that lead to known inodes. An inode is `placed` if
+    its directory is known and its name is not.
 
-    All is to be known below directories that are `whole`; `behind` are unread ones there. `needed` are
-    inodes that were not known, of which the next events tell. `passed` are those of which earlier events
-    told and which are not known, with their records, since it was emptied."""
+    All is to be known below directories that are `whole`; `behind` are unread ones there. The next events
+    tell of the `needed` inodes, which were not known before. Earlier events told of `passed` inodes, which
+    are still not known, since somebody emptied that; it has their records."""
 
     def __init__(self, records: Map, inodes: Mapping[int, Inode]) -> None:
         self._records = records

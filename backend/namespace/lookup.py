@@ -232,7 +232,7 @@ class Names:
     def check_names(self, inodes: Iterable[Inode]) -> None:
         """Raise Unread unless all names of these files are known: whoever follows one of their directories
         is told of their changes."""
-        for inode in () if self.known.everything else inodes:
+        for inode in inodes:
             known = self.inodes.get(inode.ino)
             if known is not None and not known.is_dir and known.revision:
                 names = known.more + bool(known.name or known.ino in self.known.placed)

@@ -46,7 +46,7 @@ _Range = tuple[bytes, bytes]
 class Reader:
     """Reads names into a tree, all of them if there are `ahead` or fewer, or that is 0. `followed()` are
     the directories that anybody follows, `own` is one that always has to be known; 0: there is none.
-    Methods raise OSError."""
+    Methods raise OSError. `prepare` and `catch_up` have nothing to do when everything is `known`."""
 
     def __init__(
         self,
@@ -57,7 +57,7 @@ class Reader:
         own: int = 0,
     ) -> None:
         self._tree = tree
-        self._known = tree.known
+        self.known = tree.known
         self._engine = engine
         self._ahead = ahead
         self._followed = followed
@@ -70,9 +70,9 @@ class Reader:
         if not self._has_begun:
             ahead = self._ahead
             is_much = ahead != 0 and await self._engine.has_more(*_KINDS[0], ahead)
-            self._known.everything = not is_much
+            self.known.everything = not is_much
             self._has_begun = True
-        if self._known.everything:
+        if self.known.everything:
             return await self._engine.snapshot(start, end)
         ends = [start, *(end for kind in _KINDS for end in kind), end]
         revision, found = 0, list[KeyValue]()
@@ -84,7 +84,7 @@ class Reader:
     async def settle(self, revision: int) -> None:
         """Read what else has to be known, when the tree has a snapshot of this revision: where inodes are
         whose names were lost with changes that were missed, too."""
-        if not self._known.everything:
+        if not self.known.everything:
             inodes = self._tree.inodes.items()
             lost = {ino for ino, inode in inodes if inode.revision and not inode.name} - {ROOT_INO}
             await self._place(lost.union(self._own, self._followed()), revision)
@@ -92,9 +92,7 @@ class Reader:
 
     async def prepare(self, applied: int, events: Sequence[Event]) -> None:
         """Have the tree, which shows revision `applied`, know what it needs to apply the next events."""
-        known, inodes = self._known, self._tree.inodes
-        if known.everything:
-            return
+        known, inodes = self.known, self._tree.inodes
         parents, is_one_removed = dict[int, int](), False
         for _, key, value in events:
             if key[:1] == b"d" and value is not None:
@@ -126,12 +124,12 @@ class Reader:
 
     async def catch_up(self, revision: int) -> None:
         """Read what came to be below directories below which all is to be known."""
-        while self._known.behind:
-            await self._learn_below(next(iter(self._known.behind)), revision)
+        while self.known.behind:
+            await self._learn_below(next(iter(self.known.behind)), revision)
 
     async def learn(self, unread: Unread, revision: int) -> None:
         """Have the tree, which shows this revision, know what somebody asked for."""
-        directory, known = unread.directory, self._known
+        directory, known = unread.directory, self.known
         if not directory:
             await self._learn_rest(revision)
         elif unread.below:
@@ -148,23 +146,23 @@ class Reader:
         inodes = self._tree.inodes
         unknown = {ino for ino in map(_led_to, names) if ino not in inodes}
         records = names + await self._inodes(unknown, revision)
-        self._known.unread.difference_update(directories)
-        self._known.behind.difference_update(directories)
+        self.known.unread.difference_update(directories)
+        self.known.behind.difference_update(directories)
         self._take(records)
 
     async def _learn_below(self, directory: int, revision: int) -> None:
         todo = [directory]
         while todo:
-            if unread := [one for one in todo if one in self._known.unread]:
+            if unread := [one for one in todo if one in self.known.unread]:
                 await self._learn(unread, revision)
             below = (ino for one in todo for _, ino in self._tree.below(one))
             found = filter(None, map(self._tree.inodes.get, below))
             todo = [inode.ino for inode in found if inode.is_dir]
 
     async def _learn_rest(self, revision: int) -> None:
-        if not self._known.everything:
+        if not self.known.everything:
             records = await self._read(_KINDS, revision)
-            self._known.learn_all()
+            self.known.learn_all()
             self._tree.take(differences(self._tree, records, revision))
 
     async def _place(self, numbers: Iterable[int], revision: int) -> None:
@@ -205,7 +203,7 @@ class Reader:
 
     async def _known_records(self, revision: int) -> list[KeyValue]:
         """Return the records of what is known, and of all that directories have which were read."""
-        tree, unread = self._tree, self._known.unread
+        tree, unread = self._tree, self.known.unread
         read, keys = {ROOT_INO}, list[_Range]()
         numbers = {ROOT_INO}
         for ino, inode in tree.inodes.items():

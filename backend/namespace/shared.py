@@ -107,7 +107,7 @@ class SharedCommitter:
                 seen = self._tree.records.begun_count
                 try:
                     commit = plan()
-                    if commit is not None:
+                    if commit is not None and not self._tree.known.everything:
                         self._tree.check_names((*commit.inodes, *commit.gone))
                 except Spent:
                     continue

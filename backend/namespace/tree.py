@@ -157,7 +157,8 @@ class Tree(Names):
             if ino in self.inodes and not self.inodes[ino].name:
                 self.inodes.changing(ino).parent = parent
                 self.known.placed.add(ino)
-        self._refuse_misplaced()
+        if self._linked_directories:
+            self._refuse_misplaced()
         if self._waiting and self._concern_directories({inode.ino for inode, _ in inodes}):
             while self._takes_one_that_waits():
                 self._refuse_misplaced()
