@@ -260,6 +260,8 @@ class Contents(RuleBasedStateMachine):
             self._look_again(content)
             return
         self.written[content] = cut
+        if self.namespace.inodes[inode.ino].version > inode.version:
+            self.unpublished.discard(content)
         if not content.opens:
             del self.written[content]
 
