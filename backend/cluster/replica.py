@@ -248,12 +248,13 @@ class Replica:
                 log.warning("the cluster's keys cannot be read now: %s", error)
 
     async def _follow_change(self, change: Change) -> None:
+        events = self._faults.well_formed(change.events)
         if self._names is None or self._names.known.everything:
-            self._apply(change.revision, change.events)
+            self._apply(change.revision, events)
             return
         async with self._changing:
-            await self._names.prepare(self.applied, change.events)
-            self._apply(change.revision, change.events)
+            await self._names.prepare(self.applied, events)
+            self._apply(change.revision, events)
             await self._names.catch_up(change.revision)
 
     def _apply(self, revision: int, events: Sequence[Event]) -> None:
@@ -261,7 +262,7 @@ class Replica:
             return
         of_all = self._followers[b""]
         parts: dict[int, list[Event]] = {}
-        for event in self._faults.well_formed(events):
+        for event in events:
             for place in self._followers.get(event.key[:1], of_all):
                 parts.setdefault(place, []).append(event)
         for place in sorted(parts):

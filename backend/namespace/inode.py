@@ -195,6 +195,12 @@ def told_of(record: bytes) -> tuple[bool, int]:
     return stat.S_ISDIR(found.mode), found.place
 
 
+def led_to(record: bytes | None) -> int:
+    """Return the number of the inode that the record of a name leads to, 0: none that can be there."""
+    ino = int.from_bytes(record, "big") if record is not None and len(record) == 8 else 0
+    return ino if ino < FIRST_VIRTUAL_INO else 0
+
+
 def is_name(name: bytes) -> bool:
     """Return whether a file can have this name."""
     return (

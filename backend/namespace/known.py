@@ -7,10 +7,11 @@ directory into which somebody has looked. All directories above a known inode ar
 from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
 from typing import TypeVar
 
+from ...inline import detach
 from ..kv import Event
 from ..kv.map import Map
 from ..model.records import NEXT_INO_KEY, NEXT_INO_OF
-from .inode import ROOT_INO, Inode, Unread, upwards
+from .inode import ROOT_INO, Inode, Unread, led_to, upwards
 
 T = TypeVar("T")
 
@@ -91,7 +92,7 @@ class Known:
             if key[:1] != b"d":
                 continue
             parent = int.from_bytes(key[1:9], "big")
-            target = int.from_bytes(value, "big") if value is not None else 0
+            target = led_to(value)
             if (
                 (parent in inodes and parent not in unread)
                 or parent in needed
@@ -123,5 +124,6 @@ async def answered(
         try:
             return await ask()
         except Unread as unread:
+            await detach()
             await learn(unread)
     return await ask()

@@ -24,6 +24,7 @@ from .inode import (
     ROOT_INO,
     Unread,
     inode_key,
+    led_to,
     name_key,
     time_key,
     told_of,
@@ -96,7 +97,7 @@ class Reader:
         parents, is_one_removed = dict[int, int](), False
         for _, key, value in events:
             if key[:1] == b"d" and value is not None:
-                parents[int.from_bytes(value, "big")] = int.from_bytes(key[1:9], "big")
+                parents[led_to(value)] = int.from_bytes(key[1:9], "big")
             elif key[:1] == b"d":
                 is_one_removed = True
         wanted = [parent for ino, parent in parents.items() if ino in inodes]
@@ -144,7 +145,7 @@ class Reader:
         """Read the names in directories, and the inodes that they lead to."""
         names = await self._names(directories, revision)
         inodes = self._tree.inodes
-        unknown = {ino for ino in map(_led_to, names) if ino not in inodes}
+        unknown = {ino for one in names if (ino := led_to(one.value)) not in inodes}
         records = names + await self._inodes(unknown, revision)
         self.known.unread.difference_update(directories)
         self.known.behind.difference_update(directories)
@@ -213,7 +214,7 @@ class Reader:
             names = [name_key(*name) for name in tree.names_of(ino) if name[0] in unread]
             keys += [(key, key + b"\0") for key in names]
         found = await self._names(read, revision) + await self._read(keys, revision)
-        numbers.update(map(_led_to, found))
+        numbers.update(led_to(one.value) for one in found)
         return found + await self._inodes(numbers, revision)
 
     async def _names(self, directories: Iterable[int], revision: int) -> list[KeyValue]:
@@ -243,8 +244,3 @@ class Reader:
 
     async def _add(self, found: list[KeyValue], revision: int, some: _Range) -> None:
         found += (await self._engine.snapshot(*some, revision))[1]
-
-
-def _led_to(name: KeyValue) -> int:
-    """Return the number of the inode that a name leads to."""
-    return int.from_bytes(name.value, "big")

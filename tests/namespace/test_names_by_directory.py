@@ -18,7 +18,9 @@ from harness.shared_namespaces import (
     run,
 )
 
+from irdmafs.backend.kv import Put
 from irdmafs.backend.namespace import ROOT_INO, Inode, Namespace, Unread, answered
+from irdmafs.backend.namespace.inode import name_key
 
 
 class Tidy(Worker):
@@ -196,5 +198,19 @@ def test_a_quota_counts_what_was_not_looked_at(keys: EtcdKeys) -> None:
                 await part.hub.barrier()
                 with pytest.raises(OSError, match="quota"):
                     await part.create(a.ino, b"seventh", FILE, 0, 0)
+
+    run(go)
+
+
+def test_a_host_reads_on_after_names_whose_records_are_damaged(keys: EtcdKeys) -> None:
+    async def go() -> None:
+        async with host(keys) as writer, host(keys, ahead=-1) as part:
+            _, a, b = await _tree(writer, b"a", b"b")
+            names = (ROOT_INO, a.ino, b.ino)
+            damaged = [Put(name_key(ino, b"long"), b"\xff" * 20) for ino in names]
+            await writer.engine.transact((), [*damaged, Put(b"d", b"")])
+            await part.hub.barrier()
+            await part.hub.learn(Unread(ROOT_INO, below=True))
+            assert everything(part) == everything(writer)
 
     run(go)
