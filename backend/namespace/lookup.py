@@ -203,7 +203,7 @@ class Names:
         for parent, name in self.names_of(ino):
             with contextlib.suppress(OSError):  # a directory that was removed
                 return os.fsdecode(self.path_of(parent) + b"/" + name)
-        return f"inode {ino}"
+        return "/" if ino == ROOT_INO else f"inode {ino}"
 
     def existing(self, parent: int, name: bytes) -> Inode:
         """Return the inode of a name, but not of "." and "..". Raises OSError ENOENT, ENOTDIR,

@@ -86,13 +86,13 @@ class Quotas:
         inodes: Mapping[int, Inode],
         below: Callable[[int], Sequence[tuple[bytes, int]]],
         parents_of: Callable[[int], Sequence[int]],
-        path_of: Callable[[int], bytes],
+        describe: Callable[[int], str],
         require: Callable[[int], None],
     ) -> None:
         self._inodes = inodes
         self._below = below
         self._parents_of = parents_of
-        self._path_of = path_of
+        self._describe = describe
         self._require = require
         self.in_use = False
         self.usages: dict[int, Usage] = {}  # by the directory that has the quota
@@ -171,8 +171,7 @@ class Quotas:
         self.admit(ino, self._of(ino), -(-after // _BLOCK_BYTES))
 
     def _exceeded(self, directory: int, limit: str) -> OSError:
-        path = os.fsdecode(self._path_of(directory)) or "/"
-        return fail(errno.EDQUOT, f"the quota of {path} is {limit}")
+        return fail(errno.EDQUOT, f"the quota of {self._describe(directory)} is {limit}")
 
     # -- keeping account -------------------------------------------------------------------------
 

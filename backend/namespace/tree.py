@@ -80,7 +80,7 @@ class Tree(Names):
         # The names that lead elsewhere by the newest change, with the inodes before and after it, 0: none.
         self._led: list[tuple[int, bytes, int, int]] = []
         require = self.known.require_all_below
-        self.quotas = Quotas(self.inodes, self.below, self.parents_of, self.path_of, require)
+        self.quotas = Quotas(self.inodes, self.below, self.parents_of, self.describe, require)
         self.watches = Watches(self.inodes, self.parents_of, require)
         self.clones = Clones(self.inodes)
         # A directory has, or had, the attribute of drafts, or the name of one.

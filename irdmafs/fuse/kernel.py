@@ -48,8 +48,6 @@ _LETTING_GO = (Opcode.RELEASE, Opcode.FORGET, Opcode.BATCH_FORGET)
 # Requests that may be answered before releases and forgets that came earlier are carried out.
 _GO_AHEAD = frozenset(map(int, _LOOKING + _LETTING_GO))
 _PUT_OFF_MAX = 1024
-# Their values are in the buffer until the next request comes.
-_WITH_VALUES = (Opcode.SETXATTR, Opcode.WRITE)
 _WITHOUT_ANSWER = (Opcode.FORGET, Opcode.BATCH_FORGET, Opcode.INTERRUPT)
 
 
@@ -218,7 +216,7 @@ class KernelSession:
                 raise fail(result.code)
             return await result if result.__class__ in (CoroutineType, inline.Rest) else result
 
-        if request.opcode in _WITH_VALUES:
+        if request.opcode == Opcode.WRITE:  # its bytes are gone when the next request comes
             raise unread
         await self._learn(unread)
         return await answered(ask, self._learn)

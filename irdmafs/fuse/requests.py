@@ -4,11 +4,12 @@ import errno
 import os
 import select
 from collections.abc import Callable, Coroutine, Sequence
+from functools import partial
 from struct import Struct
 from typing import Any, Final, NamedTuple
 
 from ..backend.model.clock import now_ns
-from ..backend.namespace import acl, fail
+from ..backend.namespace import acl, answered, fail
 from ..coherence.kernel_directories import KernelLocks
 from ..coherence.nodes import Handle
 from ..inline import Rest, detach
@@ -251,7 +252,10 @@ class Requests:
         asked.refuse_shorter(start + size)
         value = bytes(self._view[start : start + size])
         drop = bool(more & wire.SETXATTR_ACL_KILL_SGID)
-        return self._fs.xattrs.setxattr(asked.nodeid, name, value, asked, flags, drop_set_gid=drop)
+        change = partial(
+            self._fs.xattrs.setxattr, asked.nodeid, name, value, asked, flags, drop_set_gid=drop
+        )
+        return answered(change, self._fs.cache.host.store.learn)
 
     def _getxattr(self, asked: Request, room: int, name: bytes) -> Result:
         if name in _ASKED_OFTEN and not self._nodes.inode_of(asked.nodeid).xattrs:
