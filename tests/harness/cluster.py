@@ -46,7 +46,8 @@ living: set[Cluster] = set()
 @dataclass(frozen=True, slots=True)
 class Plan:
     """The parts of a cluster. `beside` puts mount number KEY on the host of node number VALUE.
-    `node_config` and `mount_config` are values for those sections of the configuration file."""
+    `node_config` and `mount_config` are values for those sections of the configuration file. Every second
+    mount reads names by directory."""
 
     nodes: int = 3
     mounts: int = 2
@@ -164,12 +165,14 @@ class Cluster(Closing):
     def _make_mount(
         self, host: Host | None, *arguments: str, certificate: str = ""
     ) -> ClusterMount:
-        name = f"mount{next(self._mount_numbers)}"
+        number = next(self._mount_numbers)
+        name = f"mount{number}"
         if host is None:
             (host,) = self.network.add_hosts([name])
         mount = ClusterMount(name, host, self.directory / name, arguments, self.plan.cache_bytes)
         self.mounts.append(mount)
-        self._write_config(mount.config, "mount", self.plan.mount_config, certificate)
+        config = {"names_ahead": -(number % 2), **self.plan.mount_config}
+        self._write_config(mount.config, "mount", config, certificate)
         return mount
 
     def add_node(self) -> StoreNode:

@@ -7,6 +7,7 @@ import os
 import select
 import signal
 import socket
+import stat
 import subprocess
 import sys
 from collections.abc import Sequence
@@ -52,12 +53,13 @@ class Normal:
             return found
         if found and found[0] == "stat":
             _, ino, mode, nlink, uid, gid, size, _atime, mtime, ctime = found
-            # Not compared: access times, which follow those of the extents.
+            # Not compared: access times, which follow those of the extents; and of more hosts than one the
+            # links of directories, which are 1 where nobody has looked into them.
             moved = self._moved(ino, mtime, ctime) if self._with_times else {}
             return {
                 "inode": self._inode(ino),
                 "mode": oct(mode),
-                "nlink": nlink,
+                "nlink": nlink if self._with_times or not stat.S_ISDIR(mode) else bool(nlink),
                 "owner": (uid, gid),
                 "size": size,
                 **moved,
