@@ -3,10 +3,16 @@
 import contextlib
 import os
 import re
+from itertools import accumulate
 
 _SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*(%|(?:([KMGT])(?:iB)?|B)?)", re.IGNORECASE | re.ASCII)
 _DURATION = re.compile(r"(\d+(?:\.\d+)?)\s*(ms|s|m|min|h|d)?", re.ASCII)
 _UNIT_SECONDS = {None: 1, "ms": 1e-3, "s": 1, "m": 60, "min": 60, "h": 3600, "d": 86400}
+# By the kind of control group in /proc/self/cgroup: of version 2, and of version 1.
+_LIMITS_OF_GROUPS = {
+    "": "/sys/fs/cgroup{}/memory.max",
+    "memory": "/sys/fs/cgroup/memory{}/memory.limit_in_bytes",
+}
 
 
 def parse_size(text: str) -> int:
@@ -76,11 +82,16 @@ def filesystem_of(device: int) -> bytes:
 
 
 def memory_limit() -> int:
-    """Return the memory in bytes that this process can use: the machine's, or its control group's."""
+    """Return the memory in bytes that this process can use: the machine's, or that of the smallest of the
+    control groups (cgroups(7)) around it."""
     total = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    for path in ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes"):
-        with contextlib.suppress(OSError, ValueError), open(path) as file:
-            total = min(total, int(file.read()))
+    groups: dict[str, str] = {}
+    with contextlib.suppress(FileNotFoundError), open("/proc/self/cgroup") as lines:
+        groups = {kind: path for _, kind, path in (line.strip().split(":", 2) for line in lines)}
+    for kind, file in _LIMITS_OF_GROUPS.items():
+        for group in accumulate(groups.get(kind, "").split("/"), "{}/{}".format):
+            with contextlib.suppress(OSError, ValueError), open(file.format(group)) as limit:
+                total = min(total, int(limit.read()))
     return total
 
 

@@ -5,6 +5,7 @@ import fcntl
 import mmap
 import os
 import stat
+import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -127,6 +128,24 @@ def test_sizes_are_powers_of_1024(text: str, size: int) -> None:
 def test_percent_is_of_memory() -> None:
     assert parse_size("100%") == memory_limit()
     assert abs(parse_size("50%") - memory_limit() / 2) <= 1
+
+
+def test_memory_is_that_of_the_control_groups_around_a_process() -> None:
+    root, file = Path("/sys/fs/cgroup/memory"), "memory.limit_in_bytes"
+    if not root.exists():
+        root, file = root.parent, "memory.max"
+    group = root / f"irdmafs-test-{os.getpid()}"
+    program = "from irdmafs.backend.model.values import memory_limit as limit; print(limit())"
+    joined = f"echo $$ > {group}/inner/cgroup.procs; exec {sys.executable} -c '{program}'"
+    with contextlib.ExitStack() as made:
+        try:
+            for directory in (group, group / "inner"):
+                directory.mkdir()
+                made.callback(directory.rmdir)
+            (group / file).write_text(str(1 << 28))
+        except OSError as error:
+            pytest.skip(f"no memory can be limited: {error}")
+        assert int(subprocess.check_output(["sh", "-c", joined])) == 1 << 28
 
 
 @pytest.mark.parametrize(
