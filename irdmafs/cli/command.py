@@ -11,6 +11,7 @@ import errno
 import os
 import select
 import signal
+from collections.abc import Iterator
 from dataclasses import asdict, astuple, fields, replace
 from typing import TYPE_CHECKING, Any
 
@@ -48,31 +49,35 @@ class _Failure(click.ClickException):
 
 class _Group(click.Group):
     def make_context(self, *arguments: Any, **options: Any) -> click.Context:
-        try:
+        with _failures_are_lines():
             return super().make_context(*arguments, **options)
-        except KeyboardInterrupt:
-            raise click.exceptions.Exit(128 + signal.SIGINT) from None
 
     def invoke(self, ctx: click.Context) -> Any:
-        try:
+        with _failures_are_lines():
             return super().invoke(ctx)
-        except ConfigError as error:
-            raise _Failure(str(error)) from error
-        except (KeyboardInterrupt, BaseExceptionGroup) as error:
-            if isinstance(error, BaseExceptionGroup) and not error.subgroup(KeyboardInterrupt):
-                raise
-            ctx.exit(128 + signal.SIGINT)
-        except OSError as error:
-            name, why = error.filename, mounting.reason(error)
-            # The reader of the output closed it, as `head` does; or there is no room for it.
-            if name is None and error.errno in (errno.EPIPE, errno.ENOSPC, errno.EDQUOT):
-                os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
-                if error.errno != errno.EPIPE:
-                    say(f"cannot print: {why}", err=True)
-                ctx.exit(1)
-            if name is None and error.errno == errno.ENOENT:  # as getcwd(3) fails
-                why = "the current directory was removed; change to another directory"
-            raise _Failure(f"{name}: {why}" if name else why) from error
+
+
+@contextlib.contextmanager
+def _failures_are_lines() -> Iterator[None]:
+    try:
+        yield
+    except ConfigError as error:
+        raise _Failure(str(error)) from error
+    except (KeyboardInterrupt, BaseExceptionGroup) as error:
+        if isinstance(error, BaseExceptionGroup) and not error.subgroup(KeyboardInterrupt):
+            raise
+        raise click.exceptions.Exit(128 + signal.SIGINT) from None
+    except OSError as error:
+        name, why = error.filename, mounting.reason(error)
+        # The reader of the output closed it, as `head` does; or there is no room for it.
+        if name is None and error.errno in (errno.EPIPE, errno.ENOSPC, errno.EDQUOT):
+            os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
+            if error.errno != errno.EPIPE:
+                say(f"cannot print: {why}", err=True)
+            raise click.exceptions.Exit(1) from None
+        if name is None and error.errno == errno.ENOENT:  # as getcwd(3) fails
+            why = "the current directory was removed; change to another directory"
+        raise _Failure(f"{name}: {why}" if name else why) from error
 
 
 @click.group(cls=_Group, context_settings={"help_option_names": ["-h", "--help"]})

@@ -72,8 +72,9 @@ def test_a_mount_at_any_path_by_a_caller_who_closed_everything(place: Path) -> N
     assert (done.returncode, done.stderr) == (0, "")
 
 
-def test_output_that_finds_no_room_is_one_clear_line() -> None:
-    words = ["sh", "-c", '"$@" >/dev/full', "sh", *IRDMAFS, "status", "--json"]
+@pytest.mark.parametrize("arguments", [["status", "--json"], ["--help"]])
+def test_output_that_finds_no_room_is_one_clear_line(arguments: list[str]) -> None:
+    words = ["sh", "-c", '"$@" >/dev/full', "sh", *IRDMAFS, *arguments]
     done = subprocess.run(words, capture_output=True, text=True)
     assert one_line(done) == "cannot print: No space left on device"
 
