@@ -16,6 +16,7 @@ from dataclasses import asdict, astuple, fields, replace
 from typing import TYPE_CHECKING, Any
 
 import click
+from click.core import ParameterSource
 
 from .. import __version__
 from ..backend.model.values import ConfigError, human_bytes
@@ -111,12 +112,17 @@ def mount(
     own = {field.name: flags.pop(field.name) for field in fields(MountFlags)}
     if not own["foreground"]:
         click.get_current_context().with_resource(background.ended_as_by_ctrl_c())
-    if verbose:
-        own["log_level"] = "debug"
     if own["log_file"] is not None:
         own["log_file"] = os.path.abspath(own["log_file"])
     mount_options = parse_mount_options(options)
     cluster = _load_cluster(cluster_file, overrides(flags))
+    if cluster is not None:
+        own["log_file"] = own["log_file"] or cluster.log.file
+        source = click.get_current_context().get_parameter_source("log_level")
+        if source is ParameterSource.DEFAULT:
+            own["log_level"] = cluster.log.level
+    if verbose:
+        own["log_level"] = "debug"
     if cluster is not None and cluster.cluster.mount_role == "reader":
         mount_options = replace(mount_options, read_only=True)
         # A reader cannot record locks in etcd, yet programs lock files that they only read.
@@ -125,11 +131,9 @@ def mount(
     size_bytes = None if size is None else size_of("--size", size)
     mounting.refuse_what_users_may_not(mount_options)
     mountpoint = mounting.prepare_mountpoint(directory, mount_options.nonempty)
-    for log in (own["log_file"], cluster and cluster.log.file):
-        if log and os.path.commonpath([os.path.realpath(log), mountpoint]) == mountpoint:
-            raise MountError(
-                f"the log {log} is below the mountpoint: the mount would wait for itself"
-            )
+    log = own["log_file"]
+    if log and os.path.commonpath([os.path.realpath(log), mountpoint]) == mountpoint:
+        raise MountError(f"the log {log} is below the mountpoint: the mount would wait for itself")
     if store is None:
         chosen = stores.default_store(mountpoint, size_bytes)
     else:

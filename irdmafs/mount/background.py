@@ -70,8 +70,7 @@ def _set_up_logging(config: MountConfig) -> None:
     if config.cluster is None:
         set_up_logging("", "text", config.log_level, file, limit_bytes=_LOG_LIMIT_BYTES)
     else:
-        log = config.cluster.log
-        set_up_logging("mount", log.format, config.log_level, file or log.file)
+        set_up_logging("mount", config.cluster.log.format, config.log_level, file)
 
 
 def run_here(config: MountConfig, ready: Callable[[str], None]) -> None:

@@ -425,6 +425,19 @@ def test_mount_with_wrong_credentials_is_told_and_does_not_wait(tmp_path: Path, 
         assert "of no use" in told
 
 
+@pytest.mark.parametrize(("flags", "debugs"), [([], True), (["--log-level", "info"], False)])
+def test_a_mount_logs_as_its_cluster_s_file_says(
+    shared: OneNodeMount, tmp_path: Path, flags: list[str], debugs: bool
+) -> None:
+    path, config = tmp_path / "m", tmp_path / "cluster.toml"
+    path.mkdir()
+    base = shared.config.read_text()
+    config.write_text(f'{base}\n[log]\nfile = "mount.log"\nlevel = "debug"\n')
+    succeeded(irdmafs("mount", path, "--cluster", config, *flags))
+    assert irdmafs("umount", "--discard", path).returncode == 0
+    assert (" DEBUG " in (tmp_path / "mount.log").read_text()) is debugs
+
+
 def test_stale_mount_is_healed_as_what_it_was(shared: OneNodeMount, tmp_path: Path) -> None:
     config, path = shared.config, tmp_path / "m"
     path.mkdir()
