@@ -1,5 +1,6 @@
 """A small run of a cluster agrees seldom: a push is one file, and the coordinator makes versions alone."""
 
+import math
 import os
 import shutil
 from collections import Counter
@@ -38,7 +39,11 @@ def test_step_makes_and_removes_no_files(run: Path) -> None:
     assert files[4] == files[5] == files[6] == files[7]
 
 
-def test_step_is_a_transaction_for_each_push_and_three_for_its_version(cluster: Cluster) -> None:
+def test_step_is_a_transaction_for_each_push_and_three_for_its_version(
+    cluster: Cluster, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # The status is written with time, not with steps: on a slow machine in each of them.
+    monkeypatch.setattr(coordinator, "_SHOW_S", math.inf)
     here, there = (mount.path / "small" for mount in cluster.mounts)
     layout = TrainDirectory(start(here, runs.model(), shards=3, small=None)).layout
     assert layout.is_small and len(layout.shards) == 1
@@ -54,7 +59,7 @@ def test_step_is_a_transaction_for_each_push_and_three_for_its_version(cluster: 
             requests = sum((Counter(one["requests"]) for one in asked), Counter())
             answered = sum(requests[kind] for kind in requests.keys() - {*NOT_BLOCKING})
             took.append((sum(transactions), answered))
-    # Others keep the machine busy: then some are asked again, and the status is written more often.
+    # Others keep the machine busy: then some are asked again. A mount gives up claims that it used before.
     least = [min(np.diff(counted)[4:]) for counted in zip(*took, strict=True)]
     assert least[0] <= 5, took
     assert least[1] <= 120, took
