@@ -8,7 +8,7 @@ import errno
 import logging
 import os
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import NamedTuple
 
@@ -27,7 +27,6 @@ from .directory import (
     owner_of,
     remove,
     remove_aside,
-    replace,
 )
 from .errors import BadPush, Refused, invalid
 from .layout import in_turns
@@ -36,7 +35,7 @@ from .models import add_kept_files, assemble
 from .part import Alone
 from .plan import Plan, Push, next_plan, without
 from .shard_files import ShardFile
-from .status import complaints, note_refusal, one_line, text_of
+from .status import complaints, note_refusal, one_line
 from .trees import Folder, Seen, Trees, look, seen
 
 log = logging.getLogger(__name__)
@@ -47,8 +46,6 @@ _TIDY_S = 0.05
 _TIDY_LEAST = 8
 # The time that the coordinator reads new pushes for, before it plans with those that it has read.
 _READ_S = 0.2
-# So often the coordinator looks whether there is something else to show as the status.
-_SHOW_S = 2.0
 # The age at which a file with a hidden name is taken for one that a killed process has left.
 _LEFT_S = 60.0
 
@@ -68,8 +65,6 @@ class Coordinator:
         self._train = train
         self._trees = trees
         self._alone = alone
-        # The text of the file `status`, and when it was looked at.
-        self._shown, self._shown_s = "", 0.0
         # The pushes that were read, and those that were refused by this configuration, by their names in
         # push/. A name that was refused is looked at again if another file has it.
         self._config: TrainConfig | None = None
@@ -111,7 +106,6 @@ class Coordinator:
         found = self._find_pushes(config, newest)
         plan = next_plan(config, newest, found, self._members)
         if plan is None:
-            self._show_status(config, newest, found)
             names = {*self._trees.look(self._train.push).names}
             return bool(names - self._looks.keys() - self._pushes.keys())
         if self._alone is not None:
@@ -134,16 +128,6 @@ class Coordinator:
             else:
                 self._opened.clear()
                 return True
-
-    def _show_status(self, config: TrainConfig, newest: Plan, found: Sequence[Push]) -> None:
-        """Write the file `status` anew, now and then, if it has something else to show. Raises OSError."""
-        now_s = time.monotonic()
-        if now_s >= self._shown_s + _SHOW_S:
-            self._shown_s = now_s
-            text = text_of(self._train, config, newest, found, self._members)
-            if text != self._shown:
-                self._shown = text
-                replace(self._train.status, text.encode())
 
     def _write_plan(self, target: Path, plan: Plan) -> None:
         # Another coordinator may have planned it, while this one's host was stopped.
@@ -375,7 +359,7 @@ class Coordinator:
         for name in os.listdir(self._train.ahead):
             if not is_locked(self._train.reducers / owner_of(name)):
                 self._train.put_aside(self._train.ahead / name)
-        for path in (*self._train.path.glob(".*"), *self._train.workers.glob(".*")):
+        for path in self._train.workers.glob(".*"):
             with contextlib.suppress(FileNotFoundError):
                 is_old = time.time() > look_up(os.lstat, path).st_mtime + _LEFT_S
                 if is_old and not is_locked(path):

@@ -98,7 +98,6 @@ class TrainDirectory:
         self._files = self._folder(".")
         self.config_path = self._files / "config.toml"
         self.layout_path = self._files / "layout.json"
-        self.status = self._files / "status"
 
     def _folder(self, name: str) -> Path:
         if self._keeps_open:

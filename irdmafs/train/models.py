@@ -45,7 +45,6 @@ from .placement import shard_names
 from .plan import first_plan
 from .reduction import first_state
 from .shard_files import ShardFile, gather
-from .status import how_to_reduce
 from .trees import Folder, look
 
 # Other files of the models' directory are kept up to this size and number: each version has links to them.
@@ -196,7 +195,7 @@ def _lead(path: Path, name: str) -> None:
 
 
 def _begun(train: TrainDirectory) -> TrainError:
-    return TrainError(f"{train.models} is trained in already: see {train.status}")
+    return TrainError(f"{train.models} is trained in already: irdmafs train status {train.models}")
 
 
 def _make(
@@ -236,7 +235,6 @@ def _make(
         (first / PLAN).write_bytes(msgspec.json.encode(plan))
         assemble(train, 0, first, look(first))
     os.rename(first, train.version(0))
-    train.status.write_text(f"version   0\nwaits for a reducer: {how_to_reduce(train)}\n")
     train.config_path.write_text(config.toml())
     return layout
 

@@ -7,7 +7,6 @@ import os
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import CancelledError, Future, ThreadPoolExecutor
-from contextlib import AbstractContextManager
 from pathlib import Path
 
 from ..client import _files
@@ -38,12 +37,11 @@ class OpenPush:
         *,
         finite: bool,
         publish: Callable[[Mapping[str, Array], float, float | None], int],
-        noting: Callable[[], AbstractContextManager[None]],
     ) -> None:
         """`shards`: in the order in which `finish` writes them. `path`: of its directory in staging/, None
         if it is one file, which is written when it is published. `finite`: NaN and infinity are refused.
-        `publish`: publishes the push, by its values, weight and learning rate, and returns its step.
-        `noting`: a context that is told why the push is refused. Raises OSError."""
+        `publish`: publishes the push, by its values, weight and learning rate, and returns its step. Raises
+        OSError."""
         self._train = train
         self._shards = shards
         self._path = path
@@ -51,7 +49,6 @@ class OpenPush:
         self._metadata = {STEP: str(step)}
         self._finite = finite
         self._publish = publish
-        self._noting = noting
         self._holders: dict[str, list[Shard]] = {}
         for shard in shards:
             for part in shard.slices:
@@ -89,7 +86,7 @@ class OpenPush:
         left out. Raises Refused and OSError, after which nothing of the push is there, and TrainError as
         put() does."""
         self._refuse_if_ended()
-        with self._train.naming(), self._noting():
+        with self._train.naming():
             try:
                 step = self._finish(weight, lr)
             except BaseException:

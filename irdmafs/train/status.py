@@ -8,7 +8,7 @@ import logging
 import os
 import shlex
 import time
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Annotated
 
@@ -50,16 +50,13 @@ class Refusal(msgspec.Struct, frozen=True):
 
 
 def note_refusal(
-    train: TrainDirectory, path: str, refused: Refused | TrainError, *, counts: bool = False
-) -> str:
-    """Keep the reason of a refusal, and return the name of its file. A filesystem that is full or read-only
-    does not keep it.
+    train: TrainDirectory, path: str, refused: Refused, *, counts: bool = False
+) -> None:
+    """Keep the reason of a refusal. A filesystem that is full or read-only does not keep it.
 
     Only files of refused/ itself are touched: somebody may have put a link there.
     """
-    code, reason = errno.EINVAL, str(refused)
-    if isinstance(refused, Refused):
-        code, reason = refused.errno or code, refused.strerror or reason
+    code, reason = refused.errno or errno.EINVAL, refused.strerror or str(refused)
     refusal = Refusal(one_line(path), one_line(reason), time.time(), code, counts)
     name = f"{time.time_ns()}.{os.uname().nodename}.{os.getpid()}"
     with contextlib.suppress(OSError):
@@ -70,7 +67,6 @@ def note_refusal(
         for old in sorted(os.listdir(folder.path))[:-_KEPT]:
             with contextlib.suppress(OSError):
                 (folder.path / old).unlink()
-    return name
 
 
 def one_line(text: str) -> str:
@@ -114,47 +110,6 @@ def complaints(target: Path, names: Iterable[str]) -> dict[str, str]:
 # -- how far it is ------------------------------------------------------------------------------------
 
 
-def text_of(
-    train: TrainDirectory,
-    config: TrainConfig,
-    newest: Plan,
-    pushes: Iterable[Push],
-    members: Collection[str],
-    *more: str,
-) -> str:
-    """Return how far a training is by the newest version and the pushes that are there. `members`: who
-    takes part; `more`: lines with more about the version."""
-    waiting = pending(pushes, newest.clocks)
-    _, awaited = is_wanted(config, waiting, members)
-    pushed = {push.worker: push.step for push in waiting}
-    workers = sorted({*newest.clocks, *members})
-    strangers = sorted(pushed.keys() - {*workers})
-    first = max(newest.clocks.values(), default=0)
-    lines = [
-        f"version   {newest.version}",
-        f"rule      {config.rule}, {config.sync}",
-        *more,
-        f"waits for {', '.join(awaited) or 'nobody' if pushed else 'pushes'}",
-        "",
-        "worker                         clock  behind  pushed  takes part",
-    ]
-    for name in (*workers, *strangers[:_STRANGERS_MAX]):
-        clock = newest.clocks.get(name, 0)
-        part = "yes" if name in members else "no"
-        lines.append(
-            f"{name:30} {clock:5}  {first - clock:6}  {pushed.get(name, '-')!s:>6}  {part}"
-        )
-    if len(strangers) > _STRANGERS_MAX:
-        lines.append(f"and {len(strangers) - _STRANGERS_MAX} more")
-    refused = _read(train, refusals(train)[-_SHOWN:])
-    if refused:
-        lines += ["", "refused:"]
-        for one in refused:
-            when = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(one.made_s))
-            lines.append(f"{when}  {one.path}: {one.reason}")
-    return "\n".join(lines) + "\n"
-
-
 def how_to_reduce(train: TrainDirectory) -> str:
     """Return the command that starts a reducer."""
     return f"irdmafs train reduce {shlex.quote(str(train.models.absolute()))}"
@@ -193,6 +148,40 @@ def are_enough(train: TrainDirectory) -> bool:
 
 def report(train: TrainDirectory) -> str:
     """Return what `irdmafs train status` prints: what is true now. Raises TrainError and OSError."""
+    config, newest, pushes, members = _now(train)
+    waiting = pending(pushes, newest.clocks)
+    _, awaited = is_wanted(config, waiting, members)
+    pushed = {push.worker: push.step for push in waiting}
+    workers = sorted({*newest.clocks, *members})
+    strangers = sorted(pushed.keys() - {*workers})
+    first = max(newest.clocks.values(), default=0)
+    lines = [
+        f"version   {newest.version}",
+        f"rule      {config.rule}, {config.sync}",
+        f"reducers  {_holders(train)}",
+        f"waits for {', '.join(awaited) or 'nobody' if pushed else 'pushes'}",
+        "",
+        "worker                         clock  behind  pushed  takes part",
+    ]
+    for name in (*workers, *strangers[:_STRANGERS_MAX]):
+        clock = newest.clocks.get(name, 0)
+        part = "yes" if name in members else "no"
+        lines.append(
+            f"{name:30} {clock:5}  {first - clock:6}  {pushed.get(name, '-')!s:>6}  {part}"
+        )
+    if len(strangers) > _STRANGERS_MAX:
+        lines.append(f"and {len(strangers) - _STRANGERS_MAX} more")
+    refused = _read(train, refusals(train)[-_SHOWN:])
+    if refused:
+        lines += ["", "refused:"]
+        for one in refused:
+            when = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(one.made_s))
+            lines.append(f"{when}  {one.path}: {one.reason}")
+    return "\n".join(lines) + "\n"
+
+
+def _holders(train: TrainDirectory) -> str:
+    """Return who holds which parts. Raises TrainError and OSError."""
     parts: dict[str, list[str]] = {}
     for name in (COORDINATOR, *train.layout.parts):
         path = train.reducers / name
@@ -201,8 +190,7 @@ def report(train: TrainDirectory) -> str:
             with contextlib.suppress(OSError, TrainError):
                 holder = one_line(read_small(path).decode(errors="replace").strip())
         parts.setdefault(holder, []).append(name)
-    holders = "; ".join(f"{holder}: {', '.join(names)}" for holder, names in parts.items())
-    return text_of(train, *_now(train), f"reducers  {holders}")
+    return "; ".join(f"{holder}: {', '.join(names)}" for holder, names in parts.items())
 
 
 # -- a worker that waits -----------------------------------------------------------------------------
@@ -229,15 +217,6 @@ class Watch:
     def pushed(self, name: str, step: int) -> None:
         """Note the worker's last push, which is looked after from now on."""
         self._last, self._step = name, step
-
-    @contextlib.contextmanager
-    def noting(self, path: str) -> Iterator[None]:
-        """Write into refused/ why the worker refuses its own push, if this user may write there."""
-        try:
-            yield
-        except (Refused, TrainError) as error:
-            self._known.add(note_refusal(self._train, path, error))
-            raise
 
     def look(self) -> None:
         """Raise Refused if a push of the worker was refused; remove the push if the worker itself made it.

@@ -203,13 +203,11 @@ class Worker(Closing):
         if not self._lock.is_held:
             self._take_part_again()
         name = name_in_shards(self._next_push(weight, lr))
-        noting = partial(self._watch.noting, name)
-        with noting():
-            self.config = self.train.config()
+        self.config = self.train.config()
         self._begin_prefetch(out)
         path = None if self.layout.is_small else self._make_staged(name)
         self._open = OpenPush(
-            self.train, self._in_turns, path, self.step + 1, noting=noting,
+            self.train, self._in_turns, path, self.step + 1,
             finite=self.config.nonfinite == "refuse", publish=partial(self._publish, path),
         )  # fmt: skip
         return self._open

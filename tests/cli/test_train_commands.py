@@ -169,7 +169,6 @@ def test_status_says_that_nobody_reduces_and_what_to_do(models: Path) -> None:
     assert done.returncode == 1
     assert done.stdout.startswith("version   0\n")
     assert done.stderr == f"irdmafs: no reducer is at work: irdmafs train reduce {models}\n"
-    assert f"irdmafs train reduce {models}" in TrainDirectory(models).status.read_text()
     with reducing(models):
         done = irdmafs("train", "status", models)
         assert (done.returncode, done.stderr) == (0, "")

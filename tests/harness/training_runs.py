@@ -47,7 +47,6 @@ def hurry(set_: Callable[[ModuleType, str, float], object]) -> None:
     for module in (reducer, coordinator, worker):
         set_(module, "LOOK_S", LOOK_S)
     set_(reducer, "_LEAVE_S", LOOK_S)
-    set_(coordinator, "_SHOW_S", LOOK_S)
 
 
 def model(seed: int = 0, dtype: Any = np.float32) -> dict[str, NDArray[Any]]:

@@ -121,7 +121,7 @@ def test_push_that_got_its_name_by_renaming_is_refused_as_well(
             os.rename(run / "file", train.push / f"{name}.safetensors")
         else:
             os.rename(push, train.push / name)
-        reduce_until(reducer, lambda: reason in train.status.read_text(), "the reason is shown")
+        reduce_until(reducer, lambda: reason in report(train), "the reason is shown")
         assert newest(run) == 0
 
 
@@ -146,7 +146,7 @@ def test_worker_that_need_not_wait_is_told_that_its_file_is_refused(run: Path) -
     train = TrainDirectory(run)
     with Reducer(run) as reducer, Worker(run, "w") as worker:
         (train.push / "w@.safetensors").write_bytes(b"nonsense")
-        reduce_until(reducer, lambda: "w@.safetensors" in train.status.read_text(), "refused")
+        reduce_until(reducer, lambda: "w@.safetensors" in report(train), "refused")
         with pytest.raises(Refused, match=r"w@\.safetensors: "):
             worker.pull(timeout_s=60)
         assert worker.pull(timeout_s=60)["norm"].tolist() == [0] * 3
@@ -171,7 +171,7 @@ def test_name_that_makes_no_sense_is_told_with_what_is_allowed(run: Path) -> Non
             (train.push / name).mkdir()
 
     def told(name: str) -> list[str]:
-        lines = train.status.read_text().splitlines()
+        lines = report(train).splitlines()
         return [line for line in lines if f"{name}: " in line]
 
     with Reducer(run) as reducer, Worker(run, "v"):
@@ -192,8 +192,8 @@ def test_reasons_name_files_by_their_paths_in_the_run(run: Path) -> None:
         (train.push / "v@1" / name).write_bytes(b"neither header nor data")
     with Worker(run, "w") as worker, Reducer(run) as reducer:
         worker.push(ones())
-        reduce_until(reducer, lambda: "v@1" in train.status.read_text(), "it is refused")
-    assert "/proc/" not in train.status.read_text()
+        reduce_until(reducer, lambda: "v@1" in report(train), "it is refused")
+    assert "/proc/" not in report(train)
 
 
 def test_push_that_the_coordinator_refuses_is_raised_and_its_step_is_free(run: Path) -> None:
@@ -203,7 +203,7 @@ def test_push_that_the_coordinator_refuses_is_raised_and_its_step_is_free(run: P
     with Worker(run, "w") as worker, Reducer(run) as reducer:
         worker.push(ones(2))
         replace(train.config_path, config.replace('"v", "w"', '"v"').encode())
-        reduce_until(reducer, lambda: "w@1" in train.status.read_text(), "it is refused")
+        reduce_until(reducer, lambda: "w@1" in report(train), "it is refused")
         with pytest.raises(Refused, match="not one of the workers"):
             worker.pull(timeout_s=60)
         assert not os.listdir(train.push)
@@ -227,7 +227,7 @@ def test_push_in_shards_with_nan_that_nobody_has_checked_counts_for_nothing(
         b.push(ones())
         reduce_until(reducer, lambda: newest(run) == 1, "the version is made without it")
         assert parameters(run)["norm"].tolist() == [1] * 3
-        reduce_until(reducer, lambda: "NaN" in train.status.read_text(), "the reason is shown")
+        reduce_until(reducer, lambda: "NaN" in report(train), "the reason is shown")
         assert a.pull(timeout_s=60)["norm"].tolist() == [1] * 3
 
 

@@ -74,10 +74,10 @@ MALFORMED: dict[str, Callable[[], bytes]] = {
 
 def test_malformed_push_is_refused_in_a_line(run: Path, place: Path) -> None:
     start(run)
-    status = TrainDirectory(run).status
+    train = TrainDirectory(run)
 
     def told(name: str) -> bool:
-        return f"{name}: " in status.read_text()
+        return f"{name}: " in report(train)
 
     with Reducer(run) as reducer:
         for number, (kind, make) in enumerate(MALFORMED.items()):
@@ -88,7 +88,7 @@ def test_malformed_push_is_refused_in_a_line(run: Path, place: Path) -> None:
             name = f"w{number}.safetensors"
             shutil.copy(place / "push", run / ".train" / "push" / name)
             reduce_until(reducer, functools.partial(told, name), kind)
-            [line] = (line for line in status.read_text().splitlines() if f"{name}: " in line)
+            [line] = (line for line in report(train).splitlines() if f"{name}: " in line)
             assert len(line) < 600
 
 
@@ -171,9 +171,7 @@ def test_reducer_goes_on_whatever_lies_beside_its_files(run: Path, folder: str, 
             assert newest(run) == version + 1, what
         if folder.startswith("push"):
             told = re.compile(r"(fifo|socket)\b.*special file")
-            reduce_until(
-                reducer, lambda: len({*told.findall(train.status.read_text())}) == 2, "it is told"
-            )
+            reduce_until(reducer, lambda: len({*told.findall(report(train))}) == 2, "it is told")
 
 
 def test_link_to_a_file_of_somebody_else_is_no_push(run: Path, place: Path) -> None:
@@ -182,9 +180,7 @@ def test_link_to_a_file_of_somebody_else_is_no_push(run: Path, place: Path) -> N
     push = TrainDirectory(run).push
     (push / "w.safetensors").symlink_to(place / "secret.safetensors")
     with Reducer(run) as reducer:
-        reduce_until(
-            reducer, lambda: "is a link" in TrainDirectory(run).status.read_text(), "it is refused"
-        )
+        reduce_until(reducer, lambda: "is a link" in report(TrainDirectory(run)), "it is refused")
         assert newest(run) == 0
     assert (push / "w.safetensors").is_symlink()
 
@@ -293,8 +289,6 @@ def test_configuration_that_became_invalid_refuses_pushes_until_it_is_mended(run
             reducer.step()
         replace(train.config_path, good)
         push_and_reduce(reducer, worker, ones())
-        status = train.status
-        reduce_until(reducer, lambda: "sync is bsp" in status.read_text(), "the reason is shown")
     assert newest(run) == 1
 
 
@@ -323,8 +317,7 @@ def test_push_changed_after_its_check_holds_nobody_up(run: Path, shards: int, wh
             a.close()
         reduce_until(reducer, lambda: newest(run) == 1, "the version is made without the push")
         assert parameters(run)["norm"].tolist() == [1] * 3
-        status = train.status
-        reduce_until(reducer, lambda: "has the type" in status.read_text(), "the reason is shown")
+        assert "has the type" in report(train)
 
 
 def damaged(content: bytes, changes: list[tuple[int, bytes]], length: int | None) -> bytes:

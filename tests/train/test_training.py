@@ -38,6 +38,7 @@ from irdmafs.train.config import TrainConfig
 from irdmafs.train.coordinator import Coordinator
 from irdmafs.train.directory import TrainDirectory, move
 from irdmafs.train.liveness import Lock, is_locked
+from irdmafs.train.status import report
 from irdmafs.train.trees import Trees, look
 
 JOINS = """
@@ -97,8 +98,7 @@ def test_bsp_waits_for_every_worker(run: Path, shards: int) -> None:
         assert newest(run) == 0
         with pytest.raises(TimeoutError, match="who is waited for"):
             a.pull(timeout_s=0.05)
-        status = reducer.train.status
-        reduce_until(reducer, lambda: "waits for b\n" in status.read_text(), "the status tells it")
+        assert "waits for b\n" in report(TrainDirectory(run))
         push_and_reduce(reducer, b, ones(2))
         assert newest(run) == 1
         assert everywhere(run, 3)
@@ -310,12 +310,8 @@ def test_status_tells_how_far_each_worker_is(run: Path) -> None:
             push_and_reduce(reducer, ahead, pushed)
             ahead.pull()
         push_and_reduce(reducer, behind, pushed)
-        reduce_until(
-            reducer,
-            lambda: "version   4\n" in (run / ".train" / "status").read_text(),
-            "the status tells of the last version",
-        )
-    status = (run / ".train" / "status").read_text()
+        status = report(TrainDirectory(run))
+    assert "version   4\n" in status
     assert re.search(r"^ahead +3 +0 +- +yes", status, re.MULTILINE)
     assert re.search(r"^behind +1 +2 +- +yes", status, re.MULTILINE)
 
@@ -376,15 +372,14 @@ def test_reducer_whose_filesystem_fails_while_it_takes_its_part_leaves_it_to_all
 
 def test_files_that_were_being_written_when_a_process_was_killed_are_removed(run: Path) -> None:
     start(run)
-    for folder, name in (("", ".status.host.1"), ("workers", ".a.1")):
-        for left, seconds in ((name, 100), (name + "2", 0)):
-            path = run / ".train" / folder / left
-            path.touch()
-            os.utime(path, (time.time() - seconds,) * 2)
+    for left, seconds in ((".a.1", 100), (".a.12", 0)):
+        path = run / ".train" / "workers" / left
+        path.touch()
+        os.utime(path, (time.time() - seconds,) * 2)
     with Reducer(run) as reducer:
         reduce(reducer)
     names = [path.name for path in (run / ".train").rglob(".*.*")]
-    assert sorted(names) == [".a.12", ".status.host.12"]
+    assert names == [".a.12"]
 
 
 def test_version_has_nothing_that_a_killed_reducer_was_writing(run: Path) -> None:

@@ -21,6 +21,7 @@ from irdmafs.client import Store
 from irdmafs.train import TrainConfig, TrainError, Worker, begin
 from irdmafs.train.directory import TrainDirectory, read_small
 from irdmafs.train.liveness import is_locked
+from irdmafs.train.status import report
 
 PATIENCE_S = 60
 
@@ -64,22 +65,20 @@ def test_shell_pushes_by_copying_and_pulls_by_reading(hosts_of_run: Hosts) -> No
         push_with(hosts_of_run)
         done = shell(
             f"cp {grads} push/w0.safetensors && timeout {PATIENCE_S / 2} "
-            f"cat since/{step}/model.safetensors > {grads}.pulled && cat status",
+            f"cat since/{step}/model.safetensors > {grads}.pulled",
             run,
         )
         assert done.returncode == 0, done
         assert load_file(f"{grads}.pulled")["norm"].tolist() == [step] * 3
-    eventually(lambda: "version   2\n" in shell("cat status", run).stdout, "the status", 30)
     assert load_file(run / "model.safetensors")["norm"].tolist() == [2] * 3
 
 
-def test_shell_learns_from_the_status_that_a_push_is_refused(hosts_of_run: Hosts) -> None:
+def test_shell_learns_from_a_file_that_a_push_is_refused(hosts_of_run: Hosts) -> None:
     run = hosts_of_run.here
     push_with(hosts_of_run, np.nan)
     done = shell(f"cp {hosts_of_run.local / 'push.safetensors'} push/w0.safetensors", run)
     assert done.returncode == 0, done
-    eventually(lambda: "NaN" in shell("cat status", run).stdout, "the reason", 30)
-    assert "NaN" in shell("cat refused/*", run).stdout
+    eventually(lambda: "NaN" in shell("cat refused/*", run).stdout, "the reason", 30)
     assert shell("ls push", run).stdout == "w0.safetensors\n"
 
 
@@ -141,11 +140,10 @@ def test_status_says_which_worker_or_step_cannot_count(hosts_of_run: Hosts) -> N
         ("a", {"step": "1000000000"}, "too far ahead"),
         ("a", {"step": "2", "base": "7"}, "no version 7"),
     ]
-    status = hosts_of_run.here / ".train" / "status"
     for name, metadata, reason in refusals:
         push = push_with(hosts_of_run, metadata=metadata)
         (train.push / f"{name}.safetensors").write_bytes(push)
-        eventually(lambda reason=reason: reason in status.read_text(), reason, 30)  # type: ignore[misc]
+        eventually(lambda reason=reason: reason in report(train), reason, 30)  # type: ignore[misc]
     past = train.push / "a.safetensors"
     past.write_bytes(push_with(hosts_of_run, metadata={"step": "1"}))
     eventually(lambda: not past.exists(), "one that has counted is removed", 30)
