@@ -180,16 +180,6 @@ class Store(Protocol):
         """Return some bytes of a content that is not on this host."""
         raise fail(errno.EIO, "it is on this host")
 
-    def prefetch(self, ino: int) -> None:
-        """Begin to bring a file, or all files below a directory, to this host. Raises OSError
-        EOPNOTSUPP where everything is here."""
-        raise fail(errno.EOPNOTSUPP)
-
-    def prefetch_progress(self, ino: int) -> dict[str, Any]:
-        """Return how many files and bytes the newest prefetch of this inode has to bring, and has
-        brought."""
-        raise fail(errno.EOPNOTSUPP)
-
     def statvfs(self) -> os.statvfs_result:
         """Return the space for contents, as statvfs(3) does."""
         return self.extents.statvfs()

@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
-import json
 import os
 import re
+import stat
 import tempfile
-import time
+from collections.abc import Iterator
+from contextlib import suppress
 from typing import TYPE_CHECKING
 
 import click
 
 from ..backend.model.values import counted, human_bytes
+from ..mount.mounting import reason
 from ..mount_options import MountError
 from .cluster import WATCH_PERIOD_S, ask, config_option, consent, read_state, say, with_etcd
 from .status import one_line
@@ -25,9 +27,7 @@ if TYPE_CHECKING:
 # The elected node looks for groups to begin anew every second.
 _BEGIN_ANEW_S = 30.0
 _PATHS_SHOWN = 20
-_PREFETCH_PERIOD_S = 0.1
-_PREFETCH_XATTR = "user.irdmafs.prefetch"
-_PREFETCH_NOW_XATTR = "user.irdmafs.prefetch_now"
+_PREFETCHED_AT_ONCE = 8
 
 
 async def _read_trusted(config: ClusterConfig, engine: EtcdEngine) -> Cluster:
@@ -254,31 +254,52 @@ def rebalance(config: ClusterConfig) -> None:
 
 @click.command()
 @click.argument("paths", nargs=-1, required=True, metavar="PATH...")
-@click.option("--no-wait", is_flag=True, help="Return at once; the fetching goes on.")
-def prefetch(paths: tuple[str, ...], no_wait: bool) -> None:
-    """Fetch files into this host's cache now.
+def prefetch(paths: tuple[str, ...]) -> None:
+    """Fetch files into this host's cache now, by opening each.
 
     A directory stands for all files below it.
-    Ctrl-C ends the waiting only.
     """
+    from concurrent.futures import ThreadPoolExecutor, as_completed
+
     from .cluster_status import Progress
 
-    failed = 0
     for path in paths:
-        _ask(path, _PREFETCH_NOW_XATTR)
-    for path in () if no_wait else paths:
-        with Progress(f"fetching {path}", "bytes", 0) as bar:
-            while True:
-                # How much there is to fetch, and how much is here.
-                now = json.loads(_ask(path, _PREFETCH_XATTR) or b"{}")
-                bar.update(now.get("bytes_done", 0), now.get("bytes", 0))
-                if now.get("done", 0) >= now.get("files", 0):
-                    break
-                time.sleep(_PREFETCH_PERIOD_S)
-        failed += now.get("failed", 0)
+        ask(path, "", "prefetch", "it does not answer")
+    sizes = {file: size for path in paths for file, size in _files_below(path)}
+    failed = 0
+    with Progress("fetching", "bytes", sum(sizes.values())) as bar:
+        pool = ThreadPoolExecutor(_PREFETCHED_AT_ONCE)
+        try:
+            opening = {pool.submit(_open, file): size for file, size in sizes.items()}
+            done = 0
+            for future in as_completed(opening):
+                failed += not future.result()
+                done += opening[future]
+                bar.update(done)
+        finally:
+            pool.shutdown(cancel_futures=True)
     if failed:
-        raise MountError(f"could not fetch {counted(failed, 'file')}: the mount's log says why")
+        raise MountError(f"could not fetch {counted(failed, 'file')}")
 
 
-def _ask(path: str, attribute: str) -> bytes:
-    return ask(path, attribute, "prefetch", "it is not on a cluster's mount")
+def _files_below(path: str) -> Iterator[tuple[str, int]]:
+    """Yield each regular file at a path, or below it, with its size."""
+    walked = os.walk(path) if os.path.isdir(path) else [("", [], [path])]
+    for directory, _, names in walked:
+        for file in (os.path.join(directory, name) for name in names):
+            with suppress(FileNotFoundError):
+                status = os.lstat(file) if directory else os.stat(file)
+                if stat.S_ISREG(status.st_mode):
+                    yield file, status.st_size
+
+
+def _open(file: str) -> bool:
+    """Open a file and close it; return whether that was possible. One that is gone is none."""
+    try:
+        os.close(os.open(file, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC))
+    except FileNotFoundError:
+        pass
+    except OSError as error:
+        say(f"{file}: {reason(error)}", err=True)
+        return False
+    return True

@@ -2,8 +2,8 @@
 
 Some of our own are kept with an inode, and some report. The rest are requests of programs (docs/mount.md
 says why these are attributes): `changes.N.S` and `tree.N.S` wait, `read_into.M.L` reads into memory whose
-descriptors the mount takes from the caller, `keeps_no_pages` announces an open, `prefetch_now` begins a
-prefetch, setting `discard` gives a written content up, and `unmapped` says that it is not mapped any more.
+descriptors the mount takes from the caller, setting `discard` gives a
+written content up, and `unmapped` says that it is not mapped any more.
 """
 
 import errno
@@ -46,11 +46,6 @@ CHANGES: Final = PREFIX + b"changes"
 TREE: Final = PREFIX + b"tree"
 DISCARD: Final = PREFIX + b"discard"
 UNMAPPED: Final = PREFIX + b"unmapped"
-# The progress of a prefetch, which reading PREFETCH_NOW begins: that takes no right to write.
-PREFETCH: Final = PREFIX + b"prefetch"
-# Reading it announces an open for reading that keeps no reference to pages (coherence/references.py).
-KEEPS_NO_PAGES: Final = PREFIX + b"keeps_no_pages"
-PREFETCH_NOW: Final = PREFIX + b"prefetch_now"
 # Followed by the numbers of two descriptors of the caller: ".5.6".
 READ_INTO: Final = PREFIX + b"read_into"
 STATUS: Final = PREFIX + b"status"
@@ -63,7 +58,7 @@ VERSION: Final = PREFIX + b"version"
 CLONE: Final = PREFIX + b"clone"
 VERSIONS: Final = PREFIX + b"versions"
 
-_TELLING = {CHANGES, TREE, STATUS, NODES, VERSION, VERSIONS, PREFETCH, USED_BYTES, USED_INODES}
+_TELLING = {CHANGES, TREE, STATUS, NODES, VERSION, VERSIONS, USED_BYTES, USED_INODES}
 _OF_DIRECTORIES = {FOLLOW, ISOLATION, DRAFTS, AWAITS, AWAITS_TIMEOUT, *NAMES, *QUOTA_NAMES}
 # The attributes of array files (irdmafs.client), and those by which a directory rules everything below it.
 _KEPT = {PREFIX + b"dtype", PREFIX + b"shape", *_OF_DIRECTORIES}
@@ -161,12 +156,6 @@ class Xattrs(Part):
             return await self._clones.ticket(inode, ctx)
         if name == VERSIONS and found.is_file:
             return json.dumps(self._versions(found)).encode()
-        if name == KEEPS_NO_PAGES and found.is_file:
-            return b"%d" % self._cache.references.announce(ctx.pid, found.ino, ctx.uid)
-        if name == PREFETCH_NOW:
-            self._store.prefetch(found.ino)
-        if name in (PREFETCH, PREFETCH_NOW):
-            return json.dumps(self._store.prefetch_progress(found.ino)).encode()
         if name.startswith(CHANGES) and found.is_dir:
             return b"%d" % await self._count(found.ino, name, CHANGES, ctx)
         if name.startswith(TREE) and found.is_dir:

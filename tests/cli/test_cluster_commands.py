@@ -497,7 +497,7 @@ def test_rebalance_waits_until_everything_is_in_its_place(cluster: Cluster) -> N
     assert wait.returncode == 0
 
 
-# -- serve, prefetch ------------------------------------------------------------------------------
+# -- serve ----------------------------------------------------------------------------------------
 
 
 def test_serve_refuses_what_cannot_work(cluster: Cluster, tmp_path: Path) -> None:

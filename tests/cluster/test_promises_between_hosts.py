@@ -483,8 +483,7 @@ def test_a_reader_of_a_file_larger_than_cache_keeps_its_version_in_a_new_session
     with Cluster(Plan(nodes=1, replicas=1, mounts=1, lease_ttl_s=2)) as cluster:
         here, small = cluster.mounts[0].path, cluster.add_mount("--cache-size", "16M")
         write(here / "file", content)
-        with pytest.raises(CommandFailed, match="could not fetch 1 file: the mount's log says why"):
-            cluster.irdmafs("prefetch", small.path / "file")
+        cluster.irdmafs("prefetch", small.path / "file")
         assert not cluster.pins(), "nobody reads it yet"
         with (small.path / "file").open("rb") as file:
             small.pause()

@@ -123,7 +123,7 @@ class RemoteStore:
         layouts = Layouts(cluster)
         self._publisher = publisher = Publisher(cluster, layouts, space)
         self.freshness: Freshness | None = Freshness(cluster, versions)
-        self._prefetcher = prefetcher = Prefetcher(cluster, versions)
+        self._prefetcher = Prefetcher(cluster, versions)
         cluster.changes.content_listeners.append(space.lost_by)
         cluster.nursery.start_soon(layouts.prepare)
 
@@ -142,7 +142,6 @@ class RemoteStore:
         self.bring, self.read_into = versions.bring, versions.read_into
         self.read, self.count_open = self._fetcher.read, versions.count_open
         self.learn = cluster.replica.learn
-        self.prefetch, self.prefetch_progress = prefetcher.start, prefetcher.progress
         self.statvfs = space.statvfs
 
     def before_looks(self, store: Callable[[int], Awaitable[None]]) -> None:
@@ -228,8 +227,7 @@ class RemoteStore:
 
         directory = await answered(find, self.learn)
         await self._cluster.leases.follow(directory, for_good=True)
-        self._prefetcher.start(directory)
-        self._prefetcher.go_on()
+        self._prefetcher.follow(directory)
 
     def renew(self) -> None:
         """Read certificates and keys again now."""

@@ -9,9 +9,7 @@ import errno
 import logging
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass
 from functools import partial
-from typing import Any
 
 import trio
 
@@ -34,8 +32,6 @@ _DIRECTORIES_MAX = 64
 _FORGET_AFTER_S = 5.0
 # Fetching before files are opened.
 _AT_ONCE = 8
-# The progress of so many finished requests is kept, for programs that ask for it.
-_REMEMBERED = 256
 
 
 class Versions:
@@ -161,51 +157,24 @@ class ReadAhead:
                 yield found
 
 
-@dataclass(slots=True)
-class Progress:
-    """The work of one request: to be done, done, and failed. Sizes are in bytes."""
-
-    files: int = 0
-    done: int = 0
-    failed: int = 0
-    bytes: int = 0
-    bytes_done: int = 0
-
-
 class Prefetcher:
-    """Fetches files before they are opened. New versions in directories that are followed for good are
-    fetched when they are published."""
+    """Fetches files in directories that are followed for good: all that are there, and new versions when
+    they are published."""
 
     def __init__(self, cluster: Cluster, versions: Versions) -> None:
         self._namespace = cluster.namespace
         self._nursery = cluster.nursery
         self._leases = cluster.leases
         self._listeners = cluster.changes.inode_listeners
-        self._contents = cluster.contents
         self._versions = versions
         self._limit = trio.CapacityLimiter(_AT_ONCE)
-        self._progress: dict[int, Progress] = {}
         self.fetched_bytes = 0
 
-    def start(self, ino: int) -> None:
-        """Fetch a file, or every file below a directory. Raises Unread."""
-        self._namespace.tree.known.require_all_below(ino)
-        found = list(self._below(ino))
-        progress = Progress(len(found), bytes=sum(inode.size for inode in found))
-        self._progress.pop(ino, None)
-        self._progress[ino] = progress
-        while len(self._progress) > _REMEMBERED:
-            del self._progress[next(iter(self._progress))]
-        fetch_all = partial(for_each, found, partial(self._fetch, progress=progress))
+    def follow(self, ino: int) -> None:
+        """Fetch every file below a directory, and from now on what is published in directories that are
+        followed for good."""
+        fetch_all = partial(for_each, list(self._below(ino)), self._fetch)
         self._nursery.start_soon(partial(fetch_all, at_once=_AT_ONCE))
-
-    def progress(self, ino: int) -> dict[str, Any]:
-        """Return the progress of the newest request for this file or directory; all zero if there was
-        none."""
-        return asdict(self._progress.get(ino, Progress()))
-
-    def go_on(self) -> None:
-        """Fetch from now on what is published in directories that are followed for good."""
         if self._inode_changed not in self._listeners:
             self._listeners.append(self._inode_changed)
 
@@ -213,7 +182,7 @@ class Prefetcher:
         if new is None or not new.extent or (old is not None and new.version == old.version):
             return
         if any(map(self._leases.is_followed_for_good, self._namespace.parents_of(new.ino))):
-            self._nursery.start_soon(self._fetch, new, Progress())
+            self._nursery.start_soon(self._fetch, new)
 
     def _below(self, ino: int) -> Iterator[Inode]:
         if (inode := self._namespace.inodes.get(ino)) is None:
@@ -224,20 +193,15 @@ class Prefetcher:
         elif inode.is_file and inode.extent:
             yield inode
 
-    async def _fetch(self, inode: Inode, progress: Progress) -> None:
+    async def _fetch(self, inode: Inode) -> None:
         async with self._limit:
             try:
                 inode = await self._versions.bring(inode.ino, ahead=True)
-                if inode.extent and not self._contents.has(inode.extent):
-                    raise fail(errno.ENOSPC)
             except OSError as error:
                 where = self._namespace.describe(inode.ino)
                 log.info("%s: it could not be fetched ahead: %s", where, error)
-                progress.failed += error.errno != errno.ESTALE  # it was removed meanwhile
             else:
-                progress.bytes_done += inode.size
                 self.fetched_bytes += inode.size
-        progress.done += 1
 
 
 class Freshness:
