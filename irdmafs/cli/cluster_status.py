@@ -107,7 +107,7 @@ def _scrubbed(node: Mapping[str, Any]) -> str:
 
 
 class Progress:
-    """A progress bar on a terminal; elsewhere a line now and then. `unit` "bytes" shows sizes."""
+    """A progress bar on a terminal; elsewhere a line now and then."""
 
     def __init__(self, title: str, unit: str, total: int) -> None:
         self._title = printable(title)
@@ -143,10 +143,7 @@ class Progress:
             self._print()
 
     def _counts(self) -> str:
-        done, total = self._bar.pos, self._bar.length
-        if self._unit == "bytes":
-            return f"{human_bytes(done)} of {human_bytes(total)}"
-        return f"{done} of {total} {self._unit}"
+        return f"{self._bar.pos} of {self._bar.length} {self._unit}"
 
     def _print(self) -> None:
         counts = self._counts()

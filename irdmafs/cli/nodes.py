@@ -4,10 +4,7 @@ from __future__ import annotations
 
 import os
 import re
-import stat
 import tempfile
-from collections.abc import Iterator
-from contextlib import suppress
 from typing import TYPE_CHECKING
 
 import click
@@ -261,45 +258,32 @@ def prefetch(paths: tuple[str, ...]) -> None:
     """
     from concurrent.futures import ThreadPoolExecutor, as_completed
 
+    from ..client._drafts import files_below
+    from ..client._versions import open_once
     from .cluster_status import Progress
+
+    def is_here(file: str) -> bool:
+        try:
+            open_once(file)
+        except OSError as error:
+            say(f"{file}: {reason(error)}", err=True)
+            return False
+        return True
 
     for path in paths:
         ask(path, "", "prefetch", "it does not answer")
-    sizes = {file: size for path in paths for file, size in _files_below(path)}
+    files = {
+        file for path in paths for file in (files_below(path) if os.path.isdir(path) else [path])
+    }
     failed = 0
-    with Progress("fetching", "bytes", sum(sizes.values())) as bar:
+    with Progress("fetching", "files", len(files)) as bar:
         pool = ThreadPoolExecutor(_PREFETCHED_AT_ONCE)
         try:
-            opening = {pool.submit(_open, file): size for file, size in sizes.items()}
-            done = 0
-            for future in as_completed(opening):
+            opening = [pool.submit(is_here, file) for file in files]
+            for done, future in enumerate(as_completed(opening), 1):
                 failed += not future.result()
-                done += opening[future]
                 bar.update(done)
         finally:
             pool.shutdown(cancel_futures=True)
     if failed:
         raise MountError(f"could not fetch {counted(failed, 'file')}")
-
-
-def _files_below(path: str) -> Iterator[tuple[str, int]]:
-    """Yield each regular file at a path, or below it, with its size."""
-    walked = os.walk(path) if os.path.isdir(path) else [("", [], [path])]
-    for directory, _, names in walked:
-        for file in (os.path.join(directory, name) for name in names):
-            with suppress(FileNotFoundError):
-                status = os.lstat(file) if directory else os.stat(file)
-                if stat.S_ISREG(status.st_mode):
-                    yield file, status.st_size
-
-
-def _open(file: str) -> bool:
-    """Open a file and close it; return whether that was possible. One that is gone is none."""
-    try:
-        os.close(os.open(file, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC))
-    except FileNotFoundError:
-        pass
-    except OSError as error:
-        say(f"{file}: {reason(error)}", err=True)
-        return False
-    return True

@@ -372,12 +372,13 @@ def _fetch_beside(directory: str) -> Iterator[None]:
     """Have the mount fetch all files of a directory, in threads. The iterator ends when they are here; it
     raises OSError."""
     threads = ThreadPoolExecutor(_AT_ONCE, thread_name_prefix="irdmafs-fetch")
-    fetched = threads.map(_open_once, files_below(directory))
+    fetched = threads.map(open_once, files_below(directory))
     threads.shutdown(wait=False)
     return fetched
 
 
-def _open_once(path: str) -> None:
+def open_once(path: str) -> None:
+    """Open a file and close it, by which its mount fetches it. Raises OSError."""
     # Links that lead nowhere, FIFOs and the like have nothing to fetch.
     with contextlib.suppress(FileNotFoundError), open_to_read(path):
         pass
