@@ -124,36 +124,29 @@ def reduce(directory: str, threads: int | None, verbose: bool) -> None:
 @_directory
 @click.option("--workers", type=click.IntRange(1, 10_000), default=1, show_default=True, metavar="N",
               help="Processes that run COMMAND.")  # fmt: skip
-@click.option("--reducers", default="auto", show_default=True, metavar="N",
-              help="Reducers on this host; auto: one if shards are here, or none is at work.")  # fmt: skip
 @click.argument("command", nargs=-1, required=True, type=click.UNPROCESSED)
 @click.pass_context
-def run(
-    ctx: click.Context, directory: str, workers: int, reducers: str, command: tuple[str, ...]
-) -> None:
+def run(ctx: click.Context, directory: str, workers: int, command: tuple[str, ...]) -> None:
     """Train in DIR on this host: irdmafs train run DIR --workers 4 -- python worker.py
 
-    Starts reducers where shards are and COMMAND as many times as there are workers (IRDMAFS_WORKER is the
-    number of each, from 0 on, IRDMAFS_WORKERS how many there are), and ends all of them together. The exit
-    code is that of the first worker that failed.
+    Starts a reducer, if shards are here or none is at work, and COMMAND as many times as there are workers
+    (IRDMAFS_WORKER is the number of each, from 0 on, IRDMAFS_WORKERS how many there are), and ends all of
+    them together. The exit code is that of the first worker that failed.
     """
     from ..train.directory import TrainDirectory
     from ..train.launcher import launch, reducers_here
 
-    if reducers != "auto" and not reducers.isdecimal():
-        raise MountError(f"--reducers is auto or a number, not {reducers!r}")
     with _one_line_errors(directory):
         found = TrainDirectory(directory)
         found.config()
         reduces, elsewhere = reducers_here(found)
-        count = int(reduces) if reducers == "auto" else int(reducers)
         again = shlex.join([directory, "--workers", str(workers), "--", *command])
-        _say(f"on this host: reducers {count}, workers {workers}")
+        _say(f"on this host: reducers {int(reduces)}, workers {workers}")
         _say(f"for more workers, on another host that mounts it: irdmafs train run {again}")
         if elsewhere:
             hosts, what = ", ".join(elsewhere), shlex.quote(directory)
             _say(f"for fewer bytes on links, on {hosts}, too: irdmafs train reduce {what}")
-        code = launch(found, command, workers=workers, reducers=count, say=_say)
+        code = launch(found, command, workers=workers, reduces=reduces, say=_say)
     ctx.exit(code)
 
 

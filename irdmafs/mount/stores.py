@@ -237,7 +237,7 @@ def explicit_store(directory: str, mountpoint: str, size: int | None = None) -> 
     if os.path.commonpath([path, mountpoint]) in (path, mountpoint):
         raise MountError(f"the store {directory} and the mountpoint must not contain each other")
     refuse_mount(path, directory)
-    if size is not None and not _is_private_tmpfs(path):
+    if size is not None:
         raise MountError(
             f"--size limits the private tmpfs that irdmafs makes; {directory} has the size of the "
             "filesystem that it is on"
@@ -253,8 +253,6 @@ def explicit_store(directory: str, mountpoint: str, size: int | None = None) -> 
     if not created:
         warnings = make_fit(path, directory, _ENTRIES)
         wait_until_free(path)
-    if size is not None:
-        resize(path, size)
     return Store(path, created, warnings)
 
 

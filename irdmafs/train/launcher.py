@@ -90,18 +90,18 @@ def launch(
     command: Sequence[str],
     *,
     workers: int,
-    reducers: int,
+    reduces: bool,
     say: Callable[[str], None],
 ) -> int:
-    """Run a command as so many workers, with so many reducers beside, until all workers have ended or
-    something fails; then all of them end. Return 0, the exit code of the first worker that failed, or 128 +
-    the number of the signal that ended it. Each worker has IRDMAFS_WORKER, its number from 0 on, and
+    """Run a command as so many workers, if it `reduces` with a reducer beside, until all workers have ended
+    or something fails; then all of them end. Return 0, the exit code of the first worker that failed, or
+    128 + the number of the signal that ended it. Each worker has IRDMAFS_WORKER, its number from 0 on, and
     IRDMAFS_WORKERS in its environment. Raises TrainError if a reducer fails, and OSError."""
     pushing, reducing = _Processes(), _Processes()
     with signals_taken() as signals:
         try:
-            reduce = ["-m", "irdmafs", "train", "reduce", str(train.models)]
-            for _ in range(reducers):
+            if reduces:
+                reduce = ["-m", "irdmafs", "train", "reduce", str(train.models)]
                 reducing.start([sys.executable, *reduce])
             for number in range(workers):
                 pushing.start(command, IRDMAFS_WORKER=str(number), IRDMAFS_WORKERS=str(workers))

@@ -7,8 +7,6 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 import pytest
-from harness.example_programs import needs
-from harness.late_imports import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -49,22 +47,6 @@ def all_codes(code: str) -> Array:
     return np.arange(1 << 8 * dtype.itemsize, dtype=f"u{dtype.itemsize}").view(dtype)
 
 
-def special_values() -> arithmetic.F32:
-    """All values of the small types, the fp32 numbers beside them and between two of them, and any bits."""
-    found = []
-    with np.errstate(all="ignore"):
-        for code in SMALL:
-            values = np.sort(all_codes(code).astype(np.float32))
-            values = values[np.isfinite(values)]
-            between = values[:-1] + (values[1:] - values[:-1]) / 2
-            for exact in (values, between):
-                found += [exact, np.nextafter(exact, np.inf), np.nextafter(exact, -np.inf)]
-    rng = np.random.default_rng(7)
-    found.append(rng.integers(0, 1 << 32, 4 * PART + 5, np.uint32).view(np.float32))
-    found.append(np.array([np.nan, -np.nan, np.inf, -np.inf, 0.0, -0.0], np.float32))
-    return np.concatenate(found).astype(np.float32)
-
-
 def random_elements(code: str, size: int, seed: int) -> Array:
     """Elements about as large as gradients are."""
     return np.random.default_rng(seed).standard_normal(size).astype(PEERS[code])
@@ -90,22 +72,6 @@ def test_wide_types_become_the_nearest_float32() -> None:
     assert np.array_equal(
         found, np.array([1, np.inf, -0.0, np.nan, 2**24], np.float32), equal_nan=True
     )
-
-
-@needs("torch")
-@pytest.mark.parametrize("code", SMALL)
-def test_values_are_rounded_as_torch_rounds_them(code: str) -> None:
-    values = special_values()
-    if code == "F8_E4M3":
-        # Some releases of torch make the largest element of what is too large, others NaN.
-        values = values[~(np.abs(values) > 464)]
-    with np.errstate(all="ignore"):
-        found = values.astype(PEERS[code])
-    tensor = torch.from_numpy(values).to(getattr(torch, np.dtype(PEERS[code]).name))
-    expected = tensor.view(torch.uint16 if found.itemsize == 2 else torch.uint8).numpy()
-    is_number = ~np.isnan(values)
-    assert np.array_equal(unsigned(found)[is_number], expected[is_number])
-    assert bool(tensor[torch.from_numpy(~is_number)].float().isnan().all())
 
 
 def test_what_cannot_be_computed_is_refused() -> None:
