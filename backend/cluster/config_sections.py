@@ -292,7 +292,8 @@ class MountSection:
         Size(64 << 10), "Files up to this size travel inside control messages"
     )
     names_ahead: int = declare(
-        100_000, "Of more names than this a mount reads directories when they are used; 0: it reads all"
+        100_000,
+        "Of more names than this a mount reads directories when they are used; 0: it reads all",
     )
     encrypt_data: bool = declare(False, "TLS for data, not only for control; switches RDMA off")
     timeout: Seconds = _mount(
