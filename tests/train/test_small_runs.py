@@ -1,6 +1,5 @@
 """A small run of a cluster agrees seldom: a push is one file, and the coordinator makes versions alone."""
 
-import math
 import os
 import shutil
 from collections import Counter
@@ -39,11 +38,7 @@ def test_step_makes_and_removes_no_files(run: Path) -> None:
     assert files[4] == files[5] == files[6] == files[7]
 
 
-def test_step_is_a_transaction_for_each_push_and_three_for_its_version(
-    cluster: Cluster, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    # The status is written with time, not with steps: on a slow machine in each of them.
-    monkeypatch.setattr(coordinator, "_SHOW_S", math.inf)
+def test_step_is_a_transaction_for_each_push_and_three_for_its_version(cluster: Cluster) -> None:
     here, there = (mount.path / "small" for mount in cluster.mounts)
     layout = TrainDirectory(start(here, runs.model(), shards=3, small=None)).layout
     assert layout.is_small and len(layout.shards) == 1
