@@ -30,6 +30,11 @@ def is_named_draft(name: bytes) -> bool:
     return name.startswith(_NAMED)
 
 
+def is_in_named_draft(inodes: Mapping[int, Inode], directory: int) -> bool:
+    """Return whether a directory is such a draft, or below one."""
+    return any(is_named_draft(inode.name) for inode in upwards(inodes, directory))
+
+
 def is_draft(inodes: Mapping[int, Inode], directory: int, *below: bytes) -> bool:
     """Return whether a directory is a draft, or below one; or else one of the directories `below` it.
     Raises Unread if the name of one above is not known."""

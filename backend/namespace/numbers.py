@@ -26,7 +26,7 @@ ALL_INOS = range(ROOT_INO, FIRST_VIRTUAL_INO)
 _SIZE = 1 << 36
 # The directories that may be subvolumes.
 SUBVOLUMES = range(FIRST_VIRTUAL_INO // 2, FIRST_VIRTUAL_INO, _SIZE)
-_BLOCK = 4096
+_BLOCK = 1 << 14
 # The next block is taken when fewer numbers are left than this.
 _SPARE = 1024
 _ATTEMPTS_MAX = 40

@@ -25,8 +25,8 @@ from .put_off import PutOff
 
 log = logging.getLogger(__name__)
 
-# A file waits so long for others, or until there are many.
-_GATHER_S = 0.8
+# Files that wait are looked at so often.
+_LOOK_S = 0.5
 _AT_ONCE = 4
 _RETRY_FIRST_S = 0.1
 _RETRY_MAX_S = 5.0
@@ -61,10 +61,10 @@ class Drafts(OnHost):
         put_off, pauses = self._put_off, Pauses(_RETRY_FIRST_S, _RETRY_MAX_S)
         while True:
             await put_off.any.wait()
-            with trio.move_on_after(_GATHER_S):
+            with trio.move_on_after(_LOOK_S):
                 await put_off.many.wait()
             try:
-                await self.store()
+                await self._store_these(put_off.due())
                 pauses.begin_anew()
             except OSError as error:
                 log.warning("%d files of drafts are not stored: %s", len(put_off.handles), error)
@@ -73,8 +73,13 @@ class Drafts(OnHost):
     async def store(self, below: int = ROOT_INO, joint: Joint | None = None) -> None:
         """Store the files below a directory; what is `joint` is done with the last of them, if that can be.
         Raises the first OSError, unless it is done; what could not be stored stays put off."""
+        handles = self._put_off.handles.items()
+        await self._store_these(
+            [each for ino, each in handles if self._is_below(ino, below)], joint
+        )
+
+    async def _store_these(self, wanted: Collection[Handle], joint: Joint | None = None) -> None:
         put_off = self._put_off
-        wanted = [handle for ino, handle in put_off.handles.items() if self._is_below(ino, below)]
         if not wanted:
             return
         await detach()

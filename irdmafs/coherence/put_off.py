@@ -1,9 +1,11 @@
 """The closes and fsyncs that are carried out later, in drafts (drafts.py)."""
 
+import math
+
 import trio
 
 from ..backend.namespace import Inode
-from ..backend.namespace.drafts import is_draft
+from ..backend.namespace.drafts import is_draft, is_in_named_draft
 from ..backend.store.api import TOGETHER_MAX
 from .content import Content, State
 from .host import Host, OnHost
@@ -11,8 +13,13 @@ from .nodes import Handle
 
 # So many files wait, and so many bytes: who closes more of them stores his own. Another host that looks
 # waits for all of them, and takes a host that needs longer than two leases for dead.
-_FILES_MAX = 1000
+_FILES_MAX = 2000
 _BYTES_MAX = 128 << 20
+# When there are many, by their number or bytes, a transaction of the oldest ones is stored. The newest may
+# be just being closed.
+_MANY = TOGETHER_MAX + 50
+# Others are stored after so long; but those of a draft by its name, which it has until it is published.
+_GATHER_S = 2.0
 
 
 class PutOff(OnHost):
@@ -25,7 +32,8 @@ class PutOff(OnHost):
         self.released: set[Handle] = set()
         self.any, self.many = trio.Event(), trio.Event()
         self._sizes: dict[int, int] = {}
-        self._bytes = 0
+        self._due_s: dict[int, float] = {}
+        self._bytes, self._bytes_max = 0, min(_BYTES_MAX, self._store.may_wait_bytes)
 
     def takes(self, handle: Handle, content: Content, inode: Inode) -> bool:
         """Return whether a close or fsync is carried out later."""
@@ -34,11 +42,12 @@ class PutOff(OnHost):
             return False
         size = self._table.stat(content).st_size
         total = self._bytes - self._sizes.get(inode.ino, 0) + size
-        if len(self.handles) >= _FILES_MAX or total > min(_BYTES_MAX, self._store.may_wait_bytes):
+        if len(self.handles) >= _FILES_MAX or total > self._bytes_max:
             return False
         self.handles[inode.ino], self._sizes[inode.ino], self._bytes = handle, size, total
+        self._set_due(inode.ino, inode.parent)
         self.any.set()
-        if len(self.handles) >= TOGETHER_MAX:
+        if self._are_many():
             self.many.set()
         return True
 
@@ -49,8 +58,29 @@ class PutOff(OnHost):
         return self._table.stat(content).st_size == self._sizes[content.ino]
 
     def stays(self, ino: int, directory: int) -> bool:
-        """Return whether a file that gets a name in this directory is stored later all the same."""
-        return ino in self.handles and self._is_held(directory)
+        """Return whether a file that gets a name in this directory is stored later all the same, as if it
+        was closed there."""
+        if not (ino in self.handles and self._is_held(directory)):
+            return False
+        self._set_due(ino, directory)
+        return True
+
+    def _set_due(self, ino: int, directory: int) -> None:
+        due_s = trio.current_time() + _GATHER_S
+        due_s = math.inf if is_in_named_draft(self._inodes, directory) else due_s
+        self._due_s[ino] = min(due_s, self._due_s.get(ino, math.inf))
+
+    def due(self) -> list[Handle]:
+        """Return the files to store now, those first that were closed first."""
+        if self._are_many():
+            return [*self.handles.values()][:TOGETHER_MAX]
+        now_s, due_s, inodes = trio.current_time(), self._due_s, self._inodes
+        due = {ino for ino in self.handles if due_s[ino] <= now_s or not inodes[ino].nlink}
+        return [
+            handle
+            for ino, handle in (self.handles.items() if due else ())
+            if ino in due or (due_s[ino] < math.inf and handle in self.released)
+        ]
 
     def _is_held(self, directory: int) -> bool:
         """Return whether a directory is a draft in which no other host looks, and no quota counts."""
@@ -69,9 +99,12 @@ class PutOff(OnHost):
 
     def end(self, handle: Handle) -> None:
         """Note that a file is stored, or lost."""
-        del self.handles[handle.node.ino]
+        del self.handles[handle.node.ino], self._due_s[handle.node.ino]
         self._bytes -= self._sizes.pop(handle.node.ino)
         if not self.handles:
             self.any = trio.Event()
-        if len(self.handles) < TOGETHER_MAX:
+        if not self._are_many():
             self.many = trio.Event()
+
+    def _are_many(self) -> bool:
+        return len(self.handles) >= _MANY or self._bytes > self._bytes_max // 2

@@ -29,8 +29,8 @@ def transactions(place: ClusterMount | Path) -> int:
 
 @contextmanager
 def few_transactions(place: ClusterMount | Path, most: int) -> Iterator[None]:
-    """Have a block cost fewer transactions of a mount than `most`, and four more in each 0.8 s: contents
-    and names do not wait longer, and their directories' claims and followers cost some, too."""
+    """Have a block cost fewer transactions of a mount than `most`, and four more in each 0.8 s: names do
+    not wait longer, and contents, their directories' claims and followers cost some, too."""
     before, began_s = counters(place)["transactions"], time.monotonic()
     yield
     rounds = int((time.monotonic() - began_s) / 0.8)

@@ -207,9 +207,13 @@ class Claims(RecordKeeper):
                 changes.append(_claim(one, lease, exclusive=self._may_be_exclusive(one)))
         for _, _, ino in commit.names if self._showing else ():
             if ino in self._showing and self.exclusive.get(ino) == lease:
-                taken.append(ino)
-                changes.append(_claim(ino, lease, exclusive=False))
                 self._looks.begin(ino)
+                if self._has_kept(ino, commit):
+                    taken.append(ino)
+                    changes.append(_claim(ino, lease, exclusive=False))
+                else:
+                    ours.append(ino)
+                    changes.append(Delete(claim_key(ino)))
         made = commit.new if commit.new is not None and commit.new.is_dir else None
         if made and self._may_take() and all(map(self._leases.may_follow, directories)):
             taken.append(made.ino)
@@ -238,6 +242,12 @@ class Claims(RecordKeeper):
             self._taking.difference_update(taken, ours)
             if not self._touched.isdisjoint(taken):
                 self.tell()  # somebody may want one already
+
+    def _has_kept(self, directory: int, commit: Commit) -> bool:
+        """Return whether this mount alone knows of files in a directory, apart from those of a commit."""
+        tree, stored = self._member.tree, {inode.ino for inode in commit.inodes}
+        found = (tree.inodes.get(ino) for _, ino in tree.below(directory) if ino not in stored)
+        return any(inode is not None and inode.maker for inode in found)
 
     def has_draft(self, directory: int) -> bool:
         """Return whether a directory is a draft that this mount made with an exclusive claim."""
@@ -429,8 +439,8 @@ class Claims(RecordKeeper):
             self._ending.difference_update(directories)
 
     def showing(self, directory: int) -> AbstractContextManager[None]:
-        """Defer nothing in a directory meanwhile. The transaction that gives it a name makes an exclusive
-        claim an ordinary one: others are about to look there."""
+        """Defer nothing in a directory meanwhile. The transaction that gives it a name deletes an exclusive
+        claim of it, or makes it an ordinary one if others cannot know all its files yet."""
         return counted(self._showing, directory)
 
     def _share_soon(self, directory: int) -> None:
