@@ -29,7 +29,7 @@ class Status(IntEnum):
     UNAUTHENTICATED = 16
 
 
-class NoAnswer(OSError):
+class NoAnswer(TimeoutError):
     """ETIMEDOUT: etcd gave no definite answer in time."""
 
     def __init__(self, text: str) -> None:

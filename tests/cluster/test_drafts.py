@@ -3,10 +3,11 @@
 import errno
 import fcntl
 import os
-from contextlib import ExitStack, suppress
+from contextlib import ExitStack, nullcontext, suppress
 from pathlib import Path
 
 import pytest
+from harness.beside import beside
 from harness.claims import claim, claimed, few_transactions, often, transactions
 from harness.cluster_mount import OneNodeMount
 from harness.clusters import Apart, Cluster, Plan, counters, status_at
@@ -427,3 +428,47 @@ def test_a_path_needs_a_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, pa
     with fails_with(errno.EINVAL), draft(path):
         pass
     assert os.listdir(here) == ["other"]
+
+
+# -- when etcd does not answer -----------------------------------------------------------------------
+
+
+def is_there(cluster: Cluster, name: str) -> bool:
+    """Return whether there is such a name in any directory of a cluster, as etcd has it."""
+    return any(key.endswith(name.encode()) for key in cluster.etcd.get(cluster._prefix("d")))
+
+
+@pytest.mark.parametrize("is_late", [False, True])
+@pytest.mark.parametrize("lost", ["answer", "request"])
+def test_a_draft_is_published_whole_or_stays_if_etcd_is_cut_off(
+    lost: str, *, is_late: bool
+) -> None:
+    """While it is renamed. `is_late`: until the mount has given up, once for all files."""
+    with Cluster(Plan(nodes=1, mounts=1, replicas=1, lease_ttl_s=60)) as cluster:
+        mount = cluster.add_mount("--timeout", "3s" if is_late else "60s", "--log-level", "info")
+        there, (etcd,) = cluster.mounts[0].path, cluster.etcd.members
+        place, final = mount.path / ".draft-a", mount.path / "final"
+        final.mkdir()
+        place.mkdir()
+        made = written(place, 50)
+
+        def publish() -> None:
+            place.rename(final)
+
+        cluster.cut(etcd, mount, one_way=lost == "answer")
+        with fails_with(errno.ETIMEDOUT) if is_late else nullcontext(), beside(publish) as renaming:
+            if lost == "answer":
+                eventually(lambda: not is_there(cluster, place.name), "etcd has carried it out")
+            if not is_late:
+                assert not renaming.done()
+                cluster.heal(etcd, mount)
+        assert "one by one" not in mount.log_tail(1_000_000)
+        cluster.heal(etcd, mount)
+        if is_late and lost == "request":
+            assert contents(there / "final") == {} and contents(place) == made
+            publish()
+        assert contents(there / "final") == made
+        eventually(lambda: not place.exists(), "the mount sees it, too")
+        eventually(lambda: not waiting(mount.path), "all is known to be stored")
+        assert contents(final) == contents(there / "final") == made
+        assert sorted(os.listdir(there)) == ["final"]
