@@ -30,6 +30,7 @@ P = ParamSpec("P")
 _LOOKUPS_MAX = 4
 _VERSION_XATTR = "user.irdmafs.version"
 _DISCARD_XATTR = "user.irdmafs.discard"
+_KEEPS_NO_PAGES_XATTR = "user.irdmafs.keeps_no_pages"
 NO_XATTR = (errno.ENODATA, errno.EOPNOTSUPP)
 # Buffers are written together until they have this size, or are as many as a call takes.
 _TOGETHER_BYTES = 1 << 20
@@ -156,9 +157,16 @@ def look_up(
 
 
 @contextlib.contextmanager
-def open_to_read(path: str, flags: int = 0) -> Iterator[tuple[int, os.stat_result]]:
+def open_to_read(
+    path: str, flags: int = 0, *, privately: bool = False
+) -> Iterator[tuple[int, os.stat_result]]:
     """Return the descriptor and status of a regular file; raise FileNotFoundError for anything else. With
-    O_NOFOLLOW in `flags` also for a link."""
+    O_NOFOLLOW in `flags` also for a link. `privately`: the caller reads and maps the file and gives its
+    pages to no pipe, socket or device: when it is closed and unmapped, a store node here may use its memory
+    again."""
+    if privately:
+        with contextlib.suppress(OSError):
+            os.getxattr(path, _KEEPS_NO_PAGES_XATTR)
     with naming(path):
         try:
             # Opening a FIFO would wait for its writer.

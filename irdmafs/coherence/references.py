@@ -3,8 +3,8 @@
 Reads and maps pass through to the file itself. With splice(2), sendfile(2), vmsplice(2) or MSG_ZEROCOPY
 its pages get into pipes and sockets, where they may stay after the file was closed; nobody can find that
 out. So the file of a store node on this host that was opened here is never used for another version. A
-program that uses none of these calls says so by opening it in a private view, and the node may use the
-file again once it is closed and unmapped, as the kernel tells.
+program that uses none of these calls says so before it opens a file, and the node may use the file again
+once it is closed and unmapped, as the kernel tells.
 
 Whoever kept references in spite of that would see what the file is used for next, a version of any file.
 So only root is believed, and the user who runs the daemon: they may read everything that it has.
@@ -26,14 +26,16 @@ class References:
         self.announced: dict[tuple[int, int], float] = {}
         self.believed = {0, os.geteuid()}
 
-    def announce(self, thread: int, ino: int, uid: int) -> None:
-        """Note that the thread's next open of this file keeps none, if its user is believed."""
+    def announce(self, thread: int, ino: int, uid: int) -> bool:
+        """Note that the thread's next open of this file keeps none; return whether its user is
+        believed."""
         if uid not in self.believed:
-            return
+            return False
         self.announced.pop((thread, ino), None)
         while len(self.announced) >= _ANNOUNCED_MAX:
             del self.announced[next(iter(self.announced))]
         self.announced[thread, ino] = time.monotonic() + _WAIT_S
+        return True
 
     def opens(self, thread: int, ino: int, uid: int) -> None:
         """Note who the thread is that opens a file: another one may have had its number."""

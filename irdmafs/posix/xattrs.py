@@ -2,7 +2,7 @@
 
 Some of our own are kept with an inode, and some report. The rest are requests of programs (docs/mount.md
 says why these are attributes): `changes.N.S` and `tree.N.S` wait, `read_into.M.L` reads into memory whose
-descriptors the mount takes from the caller, setting `discard` gives a
+descriptors the mount takes from the caller, `keeps_no_pages` announces an open, setting `discard` gives a
 written content up, and `unmapped` says that it is not mapped any more.
 """
 
@@ -46,6 +46,8 @@ CHANGES: Final = PREFIX + b"changes"
 TREE: Final = PREFIX + b"tree"
 DISCARD: Final = PREFIX + b"discard"
 UNMAPPED: Final = PREFIX + b"unmapped"
+# Reading it announces an open for reading that keeps no reference to pages (coherence/references.py).
+KEEPS_NO_PAGES: Final = PREFIX + b"keeps_no_pages"
 # Followed by the numbers of two descriptors of the caller: ".5.6".
 READ_INTO: Final = PREFIX + b"read_into"
 STATUS: Final = PREFIX + b"status"
@@ -156,6 +158,8 @@ class Xattrs(Part):
             return await self._clones.ticket(inode, ctx)
         if name == VERSIONS and found.is_file:
             return json.dumps(self._versions(found)).encode()
+        if name == KEEPS_NO_PAGES and found.is_file:
+            return b"%d" % self._cache.references.announce(ctx.pid, found.ino, ctx.uid)
         if name.startswith(CHANGES) and found.is_dir:
             return b"%d" % await self._count(found.ino, name, CHANGES, ctx)
         if name.startswith(TREE) and found.is_dir:

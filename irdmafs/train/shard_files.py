@@ -49,8 +49,9 @@ class ShardFile:
         FormatError, also for a longer header. No link is followed: it may lead to what is the owner's."""
         view = None if shown or directory is None else directory.view
         name = os.path.join((view or directory.path) if directory is not None else "", path)
+        privately = view is None and not shown
         self.shown = shown
-        with _files.open_to_read(name, os.O_NOFOLLOW) as (fd, status):
+        with _files.open_to_read(name, os.O_NOFOLLOW, privately=privately) as (fd, status):
             self.seen = seen(status)
             self.header = read_header(name, fd, status.st_size, header_max_bytes)
             if version is not None and self.header.metadata.get(VERSION) != str(version):

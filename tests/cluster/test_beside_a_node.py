@@ -214,8 +214,7 @@ def test_node_is_told_of_a_file_whose_pages_a_program_may_keep(beside: Cluster) 
     def told() -> bool:
         return extent.stat().st_mtime_ns == LENT_NS
 
-    os.stat(name)
-    with open_to_read(f"{mount.path}/.irdmafs-private/pages") as (fd, _):
+    with open_to_read(name, privately=True) as (fd, _):
         assert os.read(fd, 1) == pattern(7, 1) and not told()
         # The promise holds for one open.
         with open_to_read(name):

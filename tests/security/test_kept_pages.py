@@ -22,6 +22,7 @@ KEPT_BYTES = 16384
 VERSIONS = 8
 KEEP_PAGES = """
 import os
+os.getxattr(promised, "user.irdmafs.keeps_no_pages")
 file = os.open(opened, os.O_RDONLY)
 kept, end = os.pipe()
 os.splice(file, end, size)
@@ -39,15 +40,17 @@ def roots() -> Iterator[tuple[Path, Path]]:
         yield cluster.mounts[0].path, mount.path
 
 
-def test_pages_of_public_file_never_show_a_private_one(roots: tuple[Path, Path]) -> None:
-    there, here = (root / "folder" for root in roots)
+@pytest.mark.parametrize("view", ["", ".irdmafs-private"])
+def test_pages_of_public_file_never_show_a_private_one(roots: tuple[Path, Path], view: str) -> None:
+    there, here = (root / f"folder{view}" for root in roots)
     there.mkdir()
     public, private = there / "public", there / "private"
     public.write_bytes(b"p" * SIZE)
     private.write_bytes(b"")
     private.chmod(0o600)
+    names = {"promised": str(here / "public"), "opened": str(here / view / "public")}
     with Process(AS_NOBODY) as stranger:
-        stranger.do(KEEP_PAGES, size=KEPT_BYTES, opened=f"{here}/.irdmafs-private/public")
+        stranger.do(KEEP_PAGES, size=KEPT_BYTES, **names)
         public.write_bytes(b"q" * SIZE)
         for _ in range(VERSIONS):
             private.write_bytes(b"s" * SIZE)
