@@ -18,7 +18,7 @@ from .admin import EtcdAdmin
 from .calls import LAST_KEY, Calls, Watch
 from .client import TRY_S, Client, DirectClient
 from .leases import EtcdLeases
-from .rpc import RANGE, RpcError, Status
+from .rpc import RANGE, TXN, RpcError, Status
 from .transactions import COMPARES_MAX, EtcdTransactions, operations_max
 
 # An inode has 64 KiB of attributes at most, a message of etcd 512 MiB.
@@ -118,6 +118,22 @@ class EtcdEngine:
             if record.key == LAST_KEY:
                 self.calls.heard(revision, last=record)
         return revision, found
+
+    async def records(self, keys: Sequence[bytes], at: int) -> list[KeyValue]:
+        """Return the records of some keys, 128 at most, at a revision. Raises OSError."""
+        self.calls.check_trusted()
+        prefix = self.prefix
+        reads = [
+            pb.RequestOp(request_range=pb.RangeRequest(key=prefix + key, revision=at))
+            for key in keys
+        ]
+        answer = await self.calls.call(TXN, pb.TxnRequest(success=reads))
+        self.calls.check_trusted()
+        return [
+            KeyValue(one.key[len(prefix) :], one.value, one.mod_revision)
+            for said in answer.responses
+            for one in said.response_range.kvs
+        ]
 
     async def barrier(self) -> int:
         """Return a revision that is not older than any transaction which was acknowledged before this call.

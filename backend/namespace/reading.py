@@ -40,6 +40,8 @@ _KINDS: Final = ((b"d", b"e"), (b"i", b"j"), (b"t", b"u"))
 _AT_ONCE = 8
 # Records of inodes whose numbers are as near as this are read together, with those between them.
 _GAP_MAX = 64
+# Other records are read so many at a time: the largest ones fit into a message to a reader.
+_RECORDS_AT_ONCE = 60
 
 _Range = tuple[bytes, bytes]
 
@@ -205,15 +207,14 @@ class Reader:
     async def _known_records(self, revision: int) -> list[KeyValue]:
         """Return the records of what is known, and of all that directories have which were read."""
         tree, unread = self._tree, self.known.unread
-        read, keys = {ROOT_INO}, list[_Range]()
+        read, keys = {ROOT_INO}, list[bytes]()
         numbers = {ROOT_INO}
         for ino, inode in tree.inodes.items():
             numbers.add(ino)
             if inode.is_dir and ino not in unread:
                 read.add(ino)
-            names = [name_key(*name) for name in tree.names_of(ino) if name[0] in unread]
-            keys += [(key, key + b"\0") for key in names]
-        found = await self._names(read, revision) + await self._read(keys, revision)
+            keys += [name_key(*name) for name in tree.names_of(ino) if name[0] in unread]
+        found = await self._names(read, revision) + await self._records(keys, revision)
         numbers.update(led_to(one.value) for one in found)
         return found + await self._inodes(numbers, revision)
 
@@ -230,16 +231,23 @@ class Reader:
                     runs[-1][1] = ino
                 else:
                     runs.append([ino, ino])
-        ranges = [
-            (key(first), key(last + 1)) for key in (inode_key, time_key) for first, last in runs
-        ]
-        found = await self._read(ranges, revision)
+        ranges, keys = list[_Range](), list[bytes]()
+        for key in (inode_key, time_key):
+            ranges += [(key(first), key(last + 1)) for first, last in runs if first < last]
+            keys += [key(first) for first, last in runs if first == last]
+        found = await self._read(ranges, revision) + await self._records(keys, revision)
         return [one for one in found if int.from_bytes(one.key[1:], "big") in numbers]
 
     async def _read(self, ranges: Iterable[_Range], revision: int) -> list[KeyValue]:
         found = list[KeyValue]()
         with first_alone():
             await for_each([*ranges], partial(self._add, found, revision), at_once=_AT_ONCE)
+        return found
+
+    async def _records(self, keys: Sequence[bytes], revision: int) -> list[KeyValue]:
+        found = list[KeyValue]()
+        for start in range(0, len(keys), _RECORDS_AT_ONCE):
+            found += await self._engine.records(keys[start : start + _RECORDS_AT_ONCE], revision)
         return found
 
     async def _add(self, found: list[KeyValue], revision: int, some: _Range) -> None:
