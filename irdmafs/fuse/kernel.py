@@ -216,7 +216,7 @@ class KernelSession:
                 raise fail(result.code)
             return await result if result.__class__ in (CoroutineType, inline.Rest) else result
 
-        if request.opcode == Opcode.WRITE:  # its bytes are gone when the next request comes
+        if request.opcode in (Opcode.SETXATTR, Opcode.WRITE):  # the next request is in the buffer
             raise unread
         await self._learn(unread)
         return await answered(ask, self._learn)
