@@ -6,7 +6,7 @@ the newest transaction, and whose value names its process.
 """
 
 import errno
-from collections.abc import AsyncGenerator, Coroutine, Sequence
+from collections.abc import AsyncGenerator, Coroutine, Iterable, Sequence
 from contextlib import aclosing
 from operator import attrgetter
 from typing import Any, Final, Self
@@ -15,10 +15,10 @@ from ..kv import Compares, KeyValue, Operations
 from ..unwrap import if_it_fails
 from . import etcd_pb2 as pb
 from .admin import EtcdAdmin
-from .calls import LAST_KEY, Calls, Watch
+from .calls import LAST_KEY, A, Calls, Watch
 from .client import TRY_S, Client, DirectClient
 from .leases import EtcdLeases
-from .rpc import RANGE, TXN, RpcError, Status
+from .rpc import RANGE, TXN, Message, Method, RpcError, Status
 from .transactions import COMPARES_MAX, EtcdTransactions, operations_max
 
 # An inode has 64 KiB of attributes at most, a message of etcd 512 MiB.
@@ -100,9 +100,7 @@ class EtcdEngine:
 
     async def get(self, key: bytes) -> KeyValue | None:
         answer = await self.calls.call(RANGE, pb.RangeRequest(key=self.prefix + key))
-        for found in answer.kvs:
-            return KeyValue(key, found.value, found.mod_revision)
-        return None
+        return next(iter(self._found(answer.kvs)), None)
 
     async def range(self, start: bytes, end: bytes) -> list[KeyValue]:
         """Return the keys with start <= key < end in order, as of one revision."""
@@ -120,20 +118,13 @@ class EtcdEngine:
         return revision, found
 
     async def records(self, keys: Sequence[bytes], at: int) -> list[KeyValue]:
-        """Return the records of some keys, 128 at most, at a revision. Raises OSError."""
+        """Return the records of some keys, 128 at most, at a revision. Raises OSError as pages() does."""
         self.calls.check_trusted()
-        prefix = self.prefix
-        reads = [
-            pb.RequestOp(request_range=pb.RangeRequest(key=prefix + key, revision=at))
-            for key in keys
-        ]
-        answer = await self.calls.call(TXN, pb.TxnRequest(success=reads))
+        reads = (pb.RangeRequest(key=self.prefix + key, revision=at) for key in keys)
+        request = pb.TxnRequest(success=[pb.RequestOp(request_range=read) for read in reads])
+        answer = await self._ask_at(TXN, request)
         self.calls.check_trusted()
-        return [
-            KeyValue(one.key[len(prefix) :], one.value, one.mod_revision)
-            for said in answer.responses
-            for one in said.response_range.kvs
-        ]
+        return self._found(one for said in answer.responses for one in said.response_range.kvs)
 
     async def barrier(self) -> int:
         """Return a revision that is not older than any transaction which was acknowledged before this call.
@@ -194,23 +185,30 @@ class EtcdEngine:
             request = pb.RangeRequest(
                 key=prefix + start, range_end=prefix + upto, limit=PAGE_KEYS, revision=revision
             )
-            try:
-                answer = await self.calls.ask(RANGE, request)
-            except RpcError as error:
-                if error.code != Status.OUT_OF_RANGE:
-                    raise self.calls.failure(error) from None
-                raise OSError(
-                    errno.EBUSY, "etcd's history is compacted faster than it can be read"
-                ) from None
+            answer = await self._ask_at(RANGE, request)
             revision = revision or answer.header.revision
-            cut = len(prefix)
-            found = [KeyValue(one.key[cut:], one.value, one.mod_revision) for one in answer.kvs]
+            found = self._found(answer.kvs)
             yield revision, found
             if answer.more:
                 start = found[-1].key + b"\0"
                 span = 2 * (_number(start) - _number(found[0].key))
             else:
                 start, span = upto, span * _SPARSER
+
+    async def _ask_at(self, method: Method[A], request: Message) -> A:
+        """Ask for what there was at a revision. Raises OSError as pages() does."""
+        try:
+            return await self.calls.ask(method, request)
+        except RpcError as error:
+            if error.code != Status.OUT_OF_RANGE:
+                raise self.calls.failure(error) from None
+            raise OSError(
+                errno.EBUSY, "etcd's history is compacted faster than it can be read"
+            ) from None
+
+    def _found(self, pairs: Iterable[pb.KeyValue]) -> list[KeyValue]:
+        cut = len(self.prefix)
+        return [KeyValue(one.key[cut:], one.value, one.mod_revision) for one in pairs]
 
     async def _read(self, start: bytes, end: bytes, at: int = 0) -> tuple[int, list[KeyValue]]:
         """Return the revision of a range and all its keys."""

@@ -17,7 +17,7 @@ LINES_MAX = 500
 # Budgets: lines of Python and words of pages. They are lowered when something went. What raised them, after
 # what could be made simpler: clones, storing by threads, sending ahead, joint transactions, names by
 # directory, and tests of what was found.
-PRODUCT_LINES_MAX = 54_416
+PRODUCT_LINES_MAX = 54_414
 TEST_LINES_MAX = 55_073
 PAGE_WORDS_MAX = 23_979
 GENERATED = "_pb2.py"
