@@ -4,7 +4,7 @@ Most requests are answered from memory and never wait, but a trio task costs mor
 So the kernel session starts each request's coroutine itself. A coroutine that is about to wait calls
 `await detach()` first; at that point the session moves it into a task of its own. A coroutine that waits
 for others, perhaps for ever, says so: `await detach(any_signal=True)`. Under any other runner (pyfuse3, a
-test) detach() does nothing. What waits in any case is handed to the session as `Rest`, to begin in a task.
+test) detach() does nothing.
 """
 
 from collections.abc import Coroutine, Generator
@@ -51,8 +51,8 @@ def run(coro: Coroutine[Any, Any, T]) -> T:
 
 
 class Rest(NamedTuple, Generic[T]):
-    """The rest of a detached coroutine, or all of one: await it in a task, once, to run that to its end. A
-    coroutine that waits already cannot be awaited itself."""
+    """The rest of a detached coroutine: await it in a task, once, to run that to its end. A coroutine that
+    waits already cannot be awaited itself."""
 
     coro: Coroutine[Any, Any, T]
 

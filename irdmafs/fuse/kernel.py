@@ -179,8 +179,6 @@ class KernelSession:
             result = carry_out(request, *fields)
             if result.__class__ is CoroutineType:
                 result = inline.run(result)
-            elif result.__class__ is inline.Rest:
-                raise inline.Detached
             if result.__class__ is NoPayload:
                 if result.code:
                     self._connection.refuse(request.unique, result.code)
@@ -188,8 +186,7 @@ class KernelSession:
             payload = (result or b"") if pack is None else pack(result)
         except inline.Detached as detached:
             waiting = self.waiting.add(request, any_signal=detached.any_signal)
-            rest = inline.Rest(result) if result.__class__ is CoroutineType else result
-            self._tasks.start_soon(self._finish, request, row, fields, waiting, rest)
+            self._tasks.start_soon(self._finish, request, row, fields, waiting, inline.Rest(result))
             return
         except Unread as unread:
             waiting = self.waiting.add(request, any_signal=False)
@@ -214,7 +211,7 @@ class KernelSession:
             result = row.carry_out(request, *fields)
             if result.__class__ is NoPayload:
                 raise fail(result.code)
-            return await result if result.__class__ in (CoroutineType, inline.Rest) else result
+            return await result if result.__class__ is CoroutineType else result
 
         if request.opcode in (Opcode.SETXATTR, Opcode.WRITE):  # the next request is in the buffer
             raise unread

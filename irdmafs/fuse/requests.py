@@ -12,7 +12,7 @@ from ..backend.model.clock import now_ns
 from ..backend.namespace import acl, answered, fail
 from ..coherence.kernel_directories import KernelLocks
 from ..coherence.nodes import Handle
-from ..inline import Rest, detach
+from ..inline import detach
 from ..posix.calls import Attributes
 from ..posix.files import Opened
 from ..posix.filesystem import Filesystem
@@ -104,7 +104,6 @@ class Requests:
         self._view = memoryview(connection.buffer)
         self._fs = filesystem
         self._nodes = filesystem.cache.nodes
-        self._publishing_waits = filesystem.cache.host.store.waits
         self._posix_locks = filesystem.locking.posix
         self._notices = notices
         self._deferred = deferred
@@ -318,9 +317,7 @@ class Requests:
         handle = self._nodes.handles[fh]
         if handle.content is None:
             raise fail(errno.EBADF)  # a directory
-        closing = self._fs.files.close(handle, asked.pid or handle.pid, owner)
-        # A file that was written anew is published, which waits.
-        return Rest(closing) if self._publishing_waits and handle.content.whole else closing
+        return self._fs.files.close(handle, asked.pid or handle.pid, owner)
 
     def _release(self, asked: Request, fh: int, flags: int) -> Result:
         if fh in self._deferred.released:
