@@ -8,7 +8,8 @@ includes it; so together they show the cluster as it was at one revision.
 import errno
 import heapq
 import logging
-from collections.abc import Sequence
+import time
+from collections.abc import Callable, Sequence
 from contextlib import closing
 from itertools import count
 from typing import Protocol
@@ -29,6 +30,7 @@ log = logging.getLogger(__name__)
 _START, _END = b"", b"\xff"
 _RETRY_FIRST_S = 0.1
 _RETRY_MAX_S = 5.0
+_QUIET_S = 1.0
 
 
 class Consumer(Protocol):
@@ -52,7 +54,8 @@ class Replica:
 
     Keys of no known form do not come to consumers: `faults` are told of them. They forget what was wrong
     with a record when it changes. `history`, the first consumer, tells when to trust the data; `names`
-    reads names for the consumer that has a tree of them.
+    reads names for the consumer that has a tree of them. While nobody waits and `is_depended_on` returns
+    False, changes come many at a time, a little later.
     """
 
     def __init__(
@@ -63,8 +66,11 @@ class Replica:
         faults: Faults | None = None,
         history: History | None = None,
         names: Reader | None = None,
+        is_depended_on: Callable[[], bool] = lambda: False,
     ) -> None:
         self._engine = engine
+        self._is_depended_on = is_depended_on
+        self._waited_at = 0.0  # when somebody last waited for a revision, by time.monotonic()
         self._names = names
         # Held while names are read, and while what consumers know changes otherwise.
         self._changing = trio.Lock()
@@ -96,6 +102,7 @@ class Replica:
     async def start(self, nursery: trio.Nursery) -> None:
         """Load all consumers and follow the engine from there on. Raises OSError, WentBack."""
         await self._load()
+        self._engine.calls.client.moderation.allowed = self._may_lag
         nursery.start_soon(self._follow)
 
     async def wait_applied(self, revision: int) -> None:
@@ -103,9 +110,11 @@ class Replica:
 
         Raises OSError ETIMEDOUT, trio.ClosedResourceError when the engine is closed.
         """
+        self._waited_at = time.monotonic()
         if self.applied >= revision:
             return
         self._check_open()
+        self._engine.calls.client.moderation.hurry()
         event, timeout_s = trio.Event(), self._engine.calls.timeout_s
         heapq.heappush(self._waiting, (revision, next(self._order), event))
         with trio.move_on_after(timeout_s):
@@ -169,6 +178,11 @@ class Replica:
             raise unread
         async with self._changing:
             await self._names.learn(unread, self.applied)
+
+    def _may_lag(self) -> bool:
+        """Return whether nobody waits for changes, here or elsewhere, and nobody did just now."""
+        is_quiet = time.monotonic() - self._waited_at > _QUIET_S
+        return is_quiet and not self._waiting and not self._is_depended_on()
 
     def _check_open(self) -> None:
         if self._ended:

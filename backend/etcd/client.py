@@ -22,7 +22,7 @@ import trio
 from ..model.values import split_host_port
 from ..pauses import Pauses
 from ..trust.security import Renewable
-from .connection import DEFAULT_PORT, Connection, Endpoint, connect, tls_context
+from .connection import DEFAULT_PORT, Connection, Endpoint, Moderation, connect, tls_context
 from .http2 import Stream
 from .rpc import ConnectionLost, Message, Method, NoAnswer, NotAccepted, R, RpcError, Status
 
@@ -102,6 +102,7 @@ class Client(ABC):
         self._failures: dict[str, str] = {}
         # The time-out of the first try of a call.
         self.try_s = TRY_S
+        self.moderation = Moderation()  # of changes that are watched
         self._connection: Reached | None = None
         self._connecting = trio.Lock()
         self._worked = False
@@ -369,7 +370,7 @@ class DirectClient(Client):
             except OSError as error:
                 raise ConnectionLost(error.strerror or str(error), sent=False) from None
             tls = (self.tls.current, endpoint.host) if endpoint.secure and self.tls else None
-            connection = Connection(sock, tls)
+            connection = Connection(sock, tls, self.moderation)
             trio.lowlevel.spawn_system_task(connection.run)
             try:
                 await connection.wait_ready()

@@ -10,6 +10,7 @@ import contextlib
 import os
 import socket
 import ssl
+from collections.abc import Callable
 from typing import NamedTuple
 
 import trio
@@ -21,6 +22,7 @@ from .rpc import ConnectionLost, NotAccepted, ProtocolError
 DEFAULT_PORT = 2379
 _CALLS = 1024
 _RECEIVE_BYTES = 256 * 1024
+_MODERATION_S = 0.02
 # How the tasks of a connection end.
 _ENDS = (OSError, ProtocolError, trio.ClosedResourceError)
 _DRAINED = "the server is shutting down"
@@ -73,6 +75,24 @@ async def connect(endpoint: Endpoint) -> socket.socket:
     return sock
 
 
+class Moderation:
+    """Lets changes wait for others while that is `allowed`, as network cards moderate interrupts: waking
+    this process costs more than taking a change in."""
+
+    def __init__(self) -> None:
+        self.allowed: Callable[[], bool] = lambda: False
+        self._hurry = trio.Event()
+
+    def hurry(self) -> None:
+        """Wait no longer."""
+        self._hurry.set()
+
+    async def wait(self) -> None:
+        self._hurry = trio.Event()
+        with trio.move_on_after(_MODERATION_S):
+            await self._hurry.wait()
+
+
 class Connection:
     """A connected, non-blocking socket, which it owns, and the calls on it.
 
@@ -80,8 +100,11 @@ class Connection:
     raises nothing. `tls` is a context and the name that the certificate must have.
     """
 
-    def __init__(self, sock: socket.socket, tls: tuple[ssl.SSLContext, str] | None = None) -> None:
+    def __init__(
+        self, sock: socket.socket, tls: tuple[ssl.SSLContext, str] | None, moderation: Moderation
+    ) -> None:
         self._sock = sock
+        self._moderation = moderation
         self._tls: ssl.SSLObject | None = None
         if tls is not None:
             self._tls_in, self._tls_out = ssl.MemoryBIO(), ssl.MemoryBIO()
@@ -131,6 +154,7 @@ class Connection:
         if self.why:
             return
         self.why = reason or "the connection was closed"
+        self._moderation.hurry()
         self.http2.end(self.why)
         self._waiting_callers.unpark_all()
         self._ready.set()
@@ -147,6 +171,7 @@ class Connection:
     async def start(self, block: bytes, message: bytes) -> Stream:
         """Begin a call with its only request message. `block`: its headers, encoded."""
         http2 = self.http2
+        self._moderation.hurry()
         while len(http2.streams) >= _CALLS and not http2.draining:
             await self._waiting_callers.park()
         if http2.draining:
@@ -233,6 +258,8 @@ class Connection:
             http2.take(data)
             if http2.greeted:
                 self._ready.set()
+            if len(http2.streams) == 1 and self._moderation.allowed():  # the watch
+                await self._moderation.wait()
         scope.cancel()
 
     def _decrypt(self) -> bytes:

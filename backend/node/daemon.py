@@ -229,7 +229,9 @@ class _Node:
         )
         kept, feed = Kept(), Feed(engine.prefix)
         consumers = (members, groups, certificates, catalog, kept, feed)
-        replica = Replica(engine, consumers, faults=faults, history=history)
+        replica = Replica(
+            engine, consumers, faults=faults, history=history, is_depended_on=feed.is_asked
+        )
         cluster = ClusterState(node, engine, replica, members, groups, session)
         self._cluster = cluster
 

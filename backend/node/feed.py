@@ -36,6 +36,9 @@ class Feed:
         self.before = self.revision = 0
         self._asked_until = 0.0
 
+    def is_asked(self) -> bool:
+        return time.monotonic() <= self._asked_until
+
     def load(self, records: Sequence[KeyValue], revision: int) -> None:
         self._changes.clear()
         self._bytes = 0
@@ -43,7 +46,7 @@ class Feed:
         self._tell()
 
     def apply(self, revision: int, events: Sequence[Event]) -> None:
-        if time.monotonic() > self._asked_until:
+        if not self.is_asked():
             self.before = self.revision = revision
             if self._changes:
                 self._changes.clear()

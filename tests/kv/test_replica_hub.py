@@ -20,7 +20,9 @@ from hypothesis import HealthCheck, settings
 from hypothesis.stateful import rule, run_state_machine_as_test
 from trio.testing import wait_all_tasks_blocked
 
+from irdmafs.backend.cluster import replica as hub
 from irdmafs.backend.cluster.replica import Replica
+from irdmafs.backend.etcd import connection
 from irdmafs.backend.etcd.calls import Watch
 from irdmafs.backend.etcd.engine import EtcdEngine
 from irdmafs.backend.kv import Change, Event, KeyValue, Put
@@ -42,12 +44,14 @@ class Recorded:
     def __init__(self) -> None:
         self.records: dict[bytes, KeyValue] = {}
         self.changes: list[tuple[int, Sequence[Event]]] = []
+        self.came = trio.Event()
 
     def load(self, records: Sequence[KeyValue], revision: int) -> None:
         self.records = {record.key: record for record in records}
 
     def apply(self, revision: int, events: Sequence[Event]) -> None:
         self.changes.append((revision, events))
+        self.came.set()
         for _, key, value in events:
             if value is None:
                 self.records.pop(key, None)
@@ -168,6 +172,33 @@ async def test_hub_hands_every_transaction_whole_to_its_consumers_in_order(keys:
         revision = await engine.transact((), [Put(b"q", b"again")])
         await replica.barrier()
         assert replica.applied >= revision
+
+
+@pytest.mark.parametrize("is_depended_on", [False, True])
+async def test_changes_come_together_unless_somebody_waits(
+    keys: EtcdKeys, monkeypatch: pytest.MonkeyPatch, is_depended_on: bool
+) -> None:
+    monkeypatch.setattr(connection, "_MODERATION_S", 60.0)
+    monkeypatch.setattr(hub, "_QUIET_S", 0.0)
+    consumer = Recorded()
+    async with (
+        EtcdEngine(keys.endpoints, keys.prefix) as engine,
+        EtcdEngine(keys.endpoints, keys.prefix) as other,
+        background() as nursery,
+    ):
+        replica = Replica(engine, (consumer,), is_depended_on=lambda: is_depended_on)
+        await replica.start(nursery)
+        await replica.wait_applied(await other.transact((), [Put(inode_key(2), b"")]))
+        consumer.came = trio.Event()
+        for number in range(3, 20):
+            newest = await other.transact((), [Put(inode_key(number), b"")])
+            await consumer.came.wait()
+        while is_depended_on and replica.applied < newest:
+            await trio.lowlevel.checkpoint()
+        await wait_all_tasks_blocked()
+        assert len(consumer.changes) == (18 if is_depended_on else 2)
+        await replica.barrier()
+        assert replica.applied == newest and len(consumer.changes) == 18
 
 
 class Gate:

@@ -298,6 +298,10 @@ class Claims(RecordKeeper):
             return False
         return not self._leases.is_followed_by_others(directory)
 
+    @property
+    def in_use(self) -> bool:
+        return bool(self._used)
+
     def count(self, *, exclusive: bool = False) -> int:
         """Return of how many directories this mount has the claim, or an exclusive one."""
         among = self.exclusive if exclusive else self.claims

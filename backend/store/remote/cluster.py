@@ -59,6 +59,7 @@ class Cluster(Member):
             names=Reader(
                 self.tree, engine, config.mount.names_ahead, self.members.followed, self.subvolume
             ),
+            is_depended_on=self._is_depended_on,
         )  # fmt: skip
         self.small_bytes = config.mount.small_file
         self.verify = config.mount.verify
@@ -149,6 +150,11 @@ class Cluster(Member):
                 f"the cluster {self.config.cluster.name!r} was never mounted for writing: there is "
                 "nothing to read yet"
             )
+
+    def _is_depended_on(self) -> bool:
+        """Return whether other hosts may wait until this one knows a change, or programs here."""
+        in_use = self.claims.in_use or self.locks.in_use or self.tree.watches.in_use
+        return in_use or self.leases.count() > 0
 
     # -- nodes and groups ------------------------------------------------------------------------
 

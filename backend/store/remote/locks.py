@@ -451,3 +451,7 @@ class SharedLocks(LockEntries):
     def count(self) -> int:
         """Return the number of inodes on which this host has claims."""
         return sum(bool(state.mine) for state in self._inodes.values())
+
+    @property
+    def in_use(self) -> bool:
+        return bool(self._inodes)
