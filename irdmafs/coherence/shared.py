@@ -141,7 +141,7 @@ class Shared(Coherence):
         return self._beliefs.holds(name, node.ino, until)
 
     def listed(self, answer: Answer, name: Name, node: Node, inode: Inode, valid_s: float) -> None:
-        if valid_s and self._may_be_believed(name, inode):
+        if self._may_be_believed(name, inode):
             self._kernel_names.found(name, inode)
             self._believe_entry(answer, name, node, inode, valid_s)
 

@@ -22,6 +22,8 @@ from .superblock import Part, Superblock
 PRIVATE_VIEW: Final = b".irdmafs-private"
 # The types that mknod makes; 0 stands for a regular file, as in mknod(2).
 _NODES: Final = frozenset({stat.S_IFREG, stat.S_IFIFO, stat.S_IFSOCK, stat.S_IFCHR, stat.S_IFBLK})
+# A first page has so many names that are not believed: looking at them has the directory followed.
+_FIRST_MAX: Final = 18
 # A program that lists names with attributes uses them within this time.
 _USED_WITHIN_S: Final = 0.5
 
@@ -268,23 +270,23 @@ class Names(Part):
     ) -> None:
         """Give a session names with attributes. `add` takes a name, the number and mode of its inode, its
         attributes and the id of the name after it; it returns False if there is no room left. Without
-        attributes the kernel is to take no reference: it has them, and will for a while, or they are those
-        of "." and "..". `one_number`: the session has one number for a node and its inode."""
+        attributes the kernel is to take no reference: it has them for a while, may not believe them, or it
+        is "." or "..". `one_number`: the session has one number for a node and its inode."""
         handle = self._directory_handle(fh)
         directory = handle.node.ino
         valid_s = self._coherence.listing_s(directory)
         known_until = time.monotonic() + min(valid_s / 2, _USED_WITHIN_S)
         for name, inode, next_id in self._listing(handle, start_id):
             ino = inode.ino
-            if next_id <= 2:
-                if not add(name, ino, stat.S_IFDIR, None, next_id):
+            if next_id <= 2 or not valid_s:
+                is_enough = not valid_s and start_id == 0 and next_id > _FIRST_MAX
+                if is_enough or not add(name, ino, inode.mode, None, next_id):
                     return
                 continue
             main = node = self._cache.routes.node_of(inode, 0)
             if one_number:
                 node = self._nodes.numbered(inode)
-            known = node.lookups > 0 and valid_s > 0
-            if known and self._coherence.knows((directory, name), node, known_until):
+            if node.lookups > 0 and self._coherence.knows((directory, name), node, known_until):
                 if not add(name, ino, inode.mode, None, next_id):
                     return
                 continue

@@ -122,6 +122,19 @@ def test_listing_many_files_with_attributes_takes_few_requests(here: Path, there
     assert requests.count("LOOKUP", "GETATTR") < 250
 
 
+def test_listing_a_directory_for_the_first_time_looks_few_names_up(
+    cluster: Cluster, here: Path, there: Path
+) -> None:
+    maker = cluster.add_mount("-o", "sync").path / here.name  # who looks has nothing to recall
+    (maker / "made").mkdir()
+    for i in range(1500):
+        (maker / "made" / f"file{i}").touch()
+    requests = Requests(there)
+    with os.scandir(there / "made") as entries:
+        assert sum(stat.S_ISREG(entry.stat().st_mode) for entry in entries) == 1500
+    assert requests.count("LOOKUP", "GETATTR") < 700  # one page while the directory is followed
+
+
 # -- that it is never what is over
 
 
