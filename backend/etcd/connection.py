@@ -258,7 +258,7 @@ class Connection:
             http2.take(data)
             if http2.greeted:
                 self._ready.set()
-            if len(http2.streams) == 1 and self._moderation.allowed():  # the watch
+            if not http2.questions and self._moderation.allowed():
                 await self._moderation.wait()
         scope.cancel()
 

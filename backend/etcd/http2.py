@@ -94,6 +94,7 @@ class Http2:
         self.draining = False
         # Grows with every frame: shows the caller whether the peer was silent meanwhile.
         self.frames_received = 0
+        self.questions = 0  # calls whose only answer somebody waits for
 
     def greet(self) -> None:
         """Send the first bytes of a connection."""
@@ -286,6 +287,7 @@ class Stream:
     async def answer(self) -> bytes:
         """Return the only message of a call, when its status has come: before that it may still fail. The
         call is given up if this is cancelled. Raises RpcError and ConnectionLost."""
+        self._http2.questions += 1
         try:
             while not self.ended:
                 self._waiting = trio.lowlevel.current_task()
@@ -293,6 +295,8 @@ class Stream:
         except trio.Cancelled:
             self.close()
             raise
+        finally:
+            self._http2.questions -= 1
         if self._error is not None:
             raise self._error
         if len(self._messages) != 1:

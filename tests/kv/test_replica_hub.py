@@ -199,6 +199,9 @@ async def test_changes_come_together_unless_somebody_waits(
         assert len(consumer.changes) == (18 if is_depended_on else 2)
         await replica.barrier()
         assert replica.applied == newest and len(consumer.changes) == 18
+        await other.transact((), [Put(b"large", bytes(1 << 20))])  # not received at once
+        with trio.fail_after(30):
+            await replica.reload()
 
 
 class Gate:
