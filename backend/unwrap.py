@@ -44,13 +44,13 @@ def first_alone(*kinds: type[BaseException]) -> Iterator[None]:
 @asynccontextmanager
 async def background() -> AsyncIterator[trio.Nursery]:
     """Yield a nursery for tasks that end with the block. The only error of the block or of a task is raised
-    alone."""
+    alone; none if it is cancelled at the same time."""
     try:
         async with trio.open_nursery() as nursery:
             yield nursery
             nursery.cancel_scope.cancel()
     except BaseExceptionGroup as group:
-        raise only_error(group) from None
+        raise group.subgroup(trio.Cancelled) or only_error(group) from None
 
 
 async def for_each(

@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 import trio
+import trio.testing
 from harness.closing import descriptor
 from harness.errors import fails_with
 from harness.seeds import seeded
@@ -37,6 +38,7 @@ from irdmafs.backend.transport.tcp import data
 from irdmafs.backend.transport.tcp.channel import Channel
 from irdmafs.backend.transport.tcp.streams import send_range
 from irdmafs.backend.transport.tcp.wire import Reply
+from irdmafs.backend.unwrap import background
 
 NEVER_S = 10_000.0
 STREAMS = 4
@@ -539,6 +541,22 @@ async def test_a_source_that_is_too_short_is_an_error_and_not_an_extent(memory: 
         os.close(source)
         await until(lambda: not cluster.service(1).leftovers and not cluster.service(2).leftovers)
         assert not cluster.service(1).sealed and not cluster.service(2).sealed
+
+
+async def test_a_node_that_ends_while_a_stream_fails_ends_without_an_error() -> None:
+    async def stream() -> None:
+        try:
+            await trio.sleep_forever()
+        finally:
+            raise OSError(errno.EIO, "the stream failed")
+
+    with trio.CancelScope() as node:
+        async with background() as nursery:
+            nursery.start_soon(stream)
+            await trio.testing.wait_all_tasks_blocked()
+            node.cancel()
+            await trio.sleep_forever()
+    assert node.cancelled_caught
 
 
 async def test_full_target_is_enospc_and_no_node_is_blamed(memory: Path, small_tmpfs: Path) -> None:
