@@ -52,7 +52,7 @@ class Claims(Protocol):
     async def look(self, directory: int) -> None:
         """Return when no other mount has deferred changes in the directory."""
 
-    def making(self, directory: int) -> list[Put]:
+    def making(self, directory: int, parent: int) -> list[Put]:
         """Return what is stored with a directory that this mount makes, so that it has the claim of it."""
 
     def removing(self, directory: int) -> list[Delete]:

@@ -286,7 +286,7 @@ class SharedCommitter:
             if one.key in self._under_way or size_bytes > _DEFERRED_BYTES_MAX:
                 return False
         if commit.new is not None and commit.new.is_dir:
-            changes += claims.making(commit.new.ino)
+            changes += claims.making(commit.new.ino, commit.names[0][0])
         for directory in removed:
             changes += claims.removing(directory)
         deferred.add(commit, changes, size_bytes, directories)

@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 import trio
 from harness.beside import beside, repeating
-from harness.claims import claim_exclusively, few_transactions, often
+from harness.claims import claim_exclusively, claimed, few_transactions, often
 from harness.clusters import Apart, Cluster, ClusterMount, Plan, counters
 from harness.errors import fails_with
 from harness.mountpoint import can_be_opened, eventually, fsync
@@ -123,6 +123,15 @@ def test_others_use_a_directory_that_was_just_made_and_miss_one_that_was_just_re
     assert not can_be_opened(there / "removed")
     (there / "removed").mkdir()
     os.close(inside)
+
+
+def test_no_directory_is_claimed_where_claims_are_forbidden_by_now(here: Path) -> None:
+    claim_exclusively(here)
+    os.setxattr(here, "user.irdmafs.follow", b"off")
+    before = claimed(here)
+    (here / "inside").mkdir()
+    fsync(here)
+    assert claimed(here) == before
 
 
 def test_a_followed_directory_that_is_removed_later_delays_nobody(here: Path, there: Path) -> None:

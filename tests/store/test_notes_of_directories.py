@@ -92,6 +92,6 @@ async def test_nothing_is_kept_of_a_directory_never_made(monkeypatch: pytest.Mon
         with pytest.raises(TimeoutError), claims.taking(commit) as (_, changes):
             assert [one.key for one in changes] == [claim_key(DIRECTORY)]
             raise TimeoutError
-        assert claims.making(DIRECTORY + 1) and claims._born
+        assert claims.making(DIRECTORY + 1, DIRECTORY) and claims._born
         claims._tidy(0.0)
         assert not claims._born

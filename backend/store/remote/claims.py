@@ -257,8 +257,8 @@ class Claims(RecordKeeper):
         tree = self._member.tree
         return tree.has_drafts and is_draft(tree.inodes, directory)
 
-    def making(self, directory: int) -> list[Put]:
-        if not self._may_take():
+    def making(self, directory: int, parent: int) -> list[Put]:
+        if not (self._may_take() and self._leases.may_follow(parent)):
             return []
         self._born.add(directory)
         return [_claim(directory, self._session.lease, exclusive=True)]
