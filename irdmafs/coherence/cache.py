@@ -105,7 +105,8 @@ class Cache:
         handle = self.put_off.handles.get(inode.ino)
         if handle is None:
             return inode
-        if flags & (os.O_ACCMODE | os.O_TRUNC) or handle not in self.put_off.released:
+        may_be_read = handle in self.put_off.released or handle.waits_for_rename
+        if flags & (os.O_ACCMODE | os.O_TRUNC) or not may_be_read:
             await self.drafts.store(inode.ino)
         return self._inodes[inode.ino]
 

@@ -75,13 +75,14 @@ class Content:
     its file. `moved`: its stamp and the time of its last change when its file got another number, as the
     file's own time of change moves then as if it were written. `mapped`: a program could map it for
     writing. `whole`: every writer began with an empty file, so a writer that is killed publishes nothing.
-    `refused`: the error of a write for which it was given up, else 0.
+    `refused`: the error of a write for which it was given up, else 0. `with_rename`: closing it leaves it
+    to the next rename of a directory above.
     """
 
     __slots__ = (
         "awaited", "base", "begun", "dirty", "extent", "fd", "found_full", "holds", "ino", "leaves",
         "leaving", "lock", "mapped", "moved", "opens", "preparing", "refused", "seen", "state", "whole",
-        "writers",
+        "with_rename", "writers",
     )  # fmt: skip
 
     def __init__(self, inode: Inode, *, replaces: bool = False) -> None:
@@ -92,7 +93,7 @@ class Content:
         self.fd = -1
         self.holds = self.opens = self.writers = 0
         self.leaving = self.preparing = self.awaited = self.refused = self.found_full = 0
-        self.leaves = self.dirty = self.mapped = self.whole = False
+        self.leaves = self.dirty = self.mapped = self.whole = self.with_rename = False
         self.seen: Stamp | None = None
         self.begun: Stamp | None = None
         self.moved: tuple[Stamp, int] | None = None
@@ -176,7 +177,7 @@ class Content:
         self.base, self.seen, self.dirty = inode, stamp, False
         if by_copy and self.state is State.REPLACING:
             return  # readers see whole versions only
-        self.whole = False
+        self.whole = self.with_rename = False
         writable = self.state.writable and not relied_on
         self._become(State.IN_PLACE if writable else State.VERSION)
 
@@ -220,6 +221,10 @@ class Content:
     def be_unmapped(self) -> None:
         """Take its only writer's word that no mapping of it is left."""
         self.mapped = False
+
+    def wait_for_rename(self) -> None:
+        """Be published, once it is closed, by the next rename of a directory above."""
+        self.with_rename = True
 
     def be_joined(self) -> None:
         """Note that a writer has opened it who did not begin with an empty file."""

@@ -71,12 +71,16 @@ class Drafts(OnHost):
                 await pauses.wait()
 
     async def store(self, below: int = ROOT_INO, joint: Joint | None = None) -> None:
-        """Store the files below a directory; what is `joint` is done with the last of them, if that can be.
-        Raises the first OSError, unless it is done; what could not be stored stays put off."""
+        """Store the files below a directory, or a file; what is `joint`, a rename, is done with the last of
+        them, if that can be, and without it none of a directory is stored that waits for one. Raises the
+        first OSError, unless it is done; what could not be stored stays put off."""
         handles = self._put_off.handles.items()
-        await self._store_these(
-            [each for ino, each in handles if self._is_below(ino, below)], joint
-        )
+        found = [
+            each
+            for ino, each in handles
+            if self._is_below(ino, below) and (joint or ino == below or not each.waits_for_rename)
+        ]
+        await self._store_these(found, joint)
 
     async def _store_these(self, wanted: Collection[Handle], joint: Joint | None = None) -> None:
         put_off = self._put_off

@@ -94,6 +94,10 @@ class Handle:
         self.entries: list[tuple[bytes, int]] | None = None
 
     @property
+    def waits_for_rename(self) -> bool:
+        return self.content is not None and self.content.with_rename
+
+    @property
     def keeps_cache(self) -> bool:
         """Return whether others read the node through the page cache when it is opened."""
         return self.node.cached and self.node.opens > 1

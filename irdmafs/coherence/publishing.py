@@ -34,7 +34,6 @@ class Publisher(OnHost):
         super().__init__(host)
         self._in_place = in_place
         self._put_off = put_off
-        self._tree = host.store.namespace.tree
         self._processes = processes
         self._turns: dict[int, trio.Lock] = {}  # by inode, while one is being published
 
@@ -80,7 +79,7 @@ class Publisher(OnHost):
             if inode.maker and not (await self._processes.of(pid)).killed_by_signal():
                 await self.show_name(content.ino)
             return
-        if self._tree.has_drafts and self._put_off.takes(handle, content, inode):
+        if self._put_off.takes(handle, content, inode):
             return
         try:
             stays = content.writers > 1
@@ -159,7 +158,7 @@ class Publisher(OnHost):
             # There is no other copy, but processes that wait for versions must be told of this one.
             was_written = content.seen != content.begun
             changed = changed or (was_written and self._table.may_hide_writes(content))
-        if changed and self._tree.has_drafts and self._put_off.takes(handle, content, inode):
+        if changed and self._put_off.takes(handle, content, inode):
             return
         if changed or self._is_to_be_compared(content):
             await self.publish(content, stays=True, changed=changed, pid=handle.pid)
@@ -305,8 +304,7 @@ class Publisher(OnHost):
             if lock is not None:
                 content.leaves = False
                 lock.release()
-        if inode.nlink > 1 or self._nodes.has_siblings(inode.ino):
-            self._announce(inode, content)
+        self._announce(inode, content)
         return True
 
     async def publish_together(
@@ -335,6 +333,7 @@ class Publisher(OnHost):
             for (content, status), inode in zip(stats.items(), inodes, strict=True):
                 self._table.published[content.ino] = inode.version
                 self._become_version(content, inode, stamp_of(status), by_copy=False)
+                self._announce(inode, content)
 
     async def _is_found_changed(self, content: Content) -> bool:
         """Return whether the content was written since it was published, as far as a comparison of bytes

@@ -28,6 +28,7 @@ class PutOff(OnHost):
 
     def __init__(self, host: Host) -> None:
         super().__init__(host)
+        self._tree = host.store.namespace.tree
         self.handles: dict[int, Handle] = {}
         self.released: set[Handle] = set()
         self.any, self.many = trio.Event(), trio.Event()
@@ -37,15 +38,16 @@ class PutOff(OnHost):
 
     def takes(self, handle: Handle, content: Content, inode: Inode) -> bool:
         """Return whether a close or fsync is carried out later."""
-        is_new = content.state is State.NEW and inode.maker and content.writers <= 1
-        if not (is_new and self._is_held(inode.parent)):
+        is_new = self._tree.has_drafts and content.state is State.NEW and inode.maker
+        waits = content.with_rename or (is_new and self._is_held(inode.parent))
+        if not waits or content.writers > 1 or self.handles.get(inode.ino, handle) is not handle:
             return False
         size = self._table.stat(content).st_size
         total = self._bytes - self._sizes.get(inode.ino, 0) + size
         if len(self.handles) >= _FILES_MAX or total > self._bytes_max:
             return False
         self.handles[inode.ino], self._sizes[inode.ino], self._bytes = handle, size, total
-        self._set_due(inode.ino, inode.parent)
+        self._set_due(inode.ino, inode.parent, waits=content.with_rename)
         self.any.set()
         if self._are_many():
             self.many.set()
@@ -65,9 +67,9 @@ class PutOff(OnHost):
         self._set_due(ino, directory)
         return True
 
-    def _set_due(self, ino: int, directory: int) -> None:
+    def _set_due(self, ino: int, directory: int, *, waits: bool = False) -> None:
         due_s = trio.current_time() + _GATHER_S
-        due_s = math.inf if is_in_named_draft(self._inodes, directory) else due_s
+        due_s = math.inf if waits or is_in_named_draft(self._inodes, directory) else due_s
         self._due_s[ino] = min(due_s, self._due_s.get(ino, math.inf))
 
     def due(self) -> list[Handle]:

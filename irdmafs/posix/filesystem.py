@@ -32,7 +32,7 @@ class Filesystem:
         self.tells_pollers = block.options.poll
         self.waits = Waits(self._namespace, cache.processes, cache.kernel)
         since = Since(block, self.waits)
-        self.names = Names(block, since)
+        self.names = Names(block, since, locking)
         self.metadata = block.metadata
         self.xattrs = Xattrs(block, self.waits, Clones(block, since), status, acls=acls)
         self.files = Files(block, locking, self.waits, since)

@@ -14,6 +14,7 @@ from ..coherence.kernel_cache import Name
 from ..coherence.nodes import INO_BITS, Handle
 from ..inline import detach
 from .calls import Attributes, Caller
+from .locking import Locking
 from .since import Since
 from .superblock import Part, Superblock
 
@@ -31,9 +32,10 @@ _USED_WITHIN_S: Final = 0.5
 class Names(Part):
     """Looks names up, changes and lists directories. Files are created by opening them (files.py)."""
 
-    def __init__(self, block: Superblock, since: Since) -> None:
+    def __init__(self, block: Superblock, since: Since, locking: Locking) -> None:
         super().__init__(block)
         self._since = since
+        self._locking = locking
 
     # -- looked up, and forgotten ----------------------------------------------------------------
 
@@ -197,6 +199,8 @@ class Names(Part):
         self, old: Name, new: Name, moved: Inode | None, flags: int, ctx: Caller
     ) -> None:
         put_off, drafts = self._cache.put_off, self._cache.drafts
+        if put_off.handles:
+            self._locking.check(ctx.pid)
         if moved is not None and moved.is_file and not put_off.stays(moved.ino, new[0]):
             await drafts.store(moved.ino)
             await self._cache.publisher.publish_now(moved.ino)

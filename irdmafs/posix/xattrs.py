@@ -3,7 +3,7 @@
 Some of our own are kept with an inode, and some report. The rest are requests of programs (docs/mount.md
 says why these are attributes): `changes.N.S` and `tree.N.S` wait, `read_into.M.L` reads into memory whose
 descriptors the mount takes from the caller, `keeps_no_pages` announces an open, setting `discard` gives a
-written content up, and `unmapped` says that it is not mapped any more.
+written content up, `unmapped` says that it is not mapped any more, and `with_rename` that it waits for one.
 """
 
 import errno
@@ -25,6 +25,7 @@ from ..backend.namespace.drafts import DRAFTS
 from ..backend.namespace.quotas import QUOTA_NAMES
 from ..callers.processes import CAP_SYS_ADMIN, ids_of, open_thread
 from ..coherence.content import Content
+from ..coherence.nodes import Node
 from ..inline import detach
 from . import quotas
 from .calls import Caller
@@ -46,6 +47,7 @@ CHANGES: Final = PREFIX + b"changes"
 TREE: Final = PREFIX + b"tree"
 DISCARD: Final = PREFIX + b"discard"
 UNMAPPED: Final = PREFIX + b"unmapped"
+WITH_RENAME: Final = PREFIX + b"with_rename"
 # Reading it announces an open for reading that keeps no reference to pages (coherence/references.py).
 KEEPS_NO_PAGES: Final = PREFIX + b"keeps_no_pages"
 # Followed by the numbers of two descriptors of the caller: ".5.6".
@@ -64,7 +66,7 @@ _TELLING = {CHANGES, TREE, STATUS, NODES, VERSION, VERSIONS, USED_BYTES, USED_IN
 _OF_DIRECTORIES = {FOLLOW, ISOLATION, DRAFTS, AWAITS, AWAITS_TIMEOUT, *NAMES, *QUOTA_NAMES}
 # The attributes of array files (irdmafs.client), and those by which a directory rules everything below it.
 _KEPT = {PREFIX + b"dtype", PREFIX + b"shape", *_OF_DIRECTORIES}
-_SETTABLE = {DISCARD, UNMAPPED, *_KEPT}
+_SETTABLE = {DISCARD, UNMAPPED, WITH_RENAME, *_KEPT}
 _REFUSALS_MAX: Final = 4
 _TOLD_FOR_S: Final = 600
 _SHOWN_BYTES: Final = 64
@@ -96,6 +98,12 @@ class Xattrs(Part):
         self._status = status
         self._acls = acls
         self._refusals = _Refusals(self._namespace)
+        sharing = self._cache.sharing
+        self._of_contents: dict[bytes, Callable[[Node], None]] = {
+            DISCARD: sharing.discard,
+            UNMAPPED: sharing.believe_unmapped,
+            WITH_RENAME: lambda node: sharing.unseen(node).wait_for_rename(),
+        }
 
     async def setxattr(
         self,
@@ -114,10 +122,8 @@ class Xattrs(Part):
             return
         if name.startswith(PREFIX):
             with self._refusals.saying_why(found, name, value, ctx.pid):
-                if name in (DISCARD, UNMAPPED):
-                    sharing = self._cache.sharing
-                    call = sharing.discard if name == DISCARD else sharing.believe_unmapped
-                    call(self._nodes.get(inode)[0])
+                if name in self._of_contents:
+                    self._of_contents[name](self._nodes.get(inode)[0])
                     return
                 self._namespace.check_writable(found.ino)
                 _refuse_nonsense(found, name, value)

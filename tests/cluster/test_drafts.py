@@ -267,6 +267,61 @@ def test_a_pattern_is_of_names(here: Path) -> None:
             os.setxattr(here, "user.irdmafs.drafts", wrong)
 
 
+# -- files that wait for a rename ---------------------------------------------------------------------
+
+
+def replace(path: Path, data: bytes) -> None:
+    """Write a file anew, which the rename of a directory above publishes."""
+    with path.open("wb") as file:
+        os.setxattr(file.fileno(), "user.irdmafs.with_rename", b"1")
+        file.write(data)
+
+
+def test_files_written_anew_are_published_by_the_rename_in_its_transaction(
+    here: Path, there: Path
+) -> None:
+    """And not before, whoever looks."""
+    os.setxattr(here, "user.irdmafs.follow", b"off")
+    (here / "a" / "below").mkdir(parents=True)
+    names = ("small", "large", "below/file", "new")
+    made = {name: pattern(number, 1 + 100_000 * number) for number, name in enumerate(names)}
+    for name in names[:3]:
+        (here / "a" / name).write_bytes(b"before")
+    for name, data in made.items():
+        replace(here / "a" / name, data)
+    assert waiting(here) == len(names)
+    for path in [path / "a" / name for path in (here, there) for name in names[:3]]:
+        assert path.read_bytes() == b"before"
+    before = transactions(here)
+    (here / "a").rename(here / "b")
+    assert transactions(here) == before + 1
+    for path in (here, there):
+        assert {name: (path / "b" / name).read_bytes() for name in names} == made
+    with (here / "b" / "new").open("rb") as reading, fails_with(errno.EBUSY):
+        os.setxattr(reading.fileno(), "user.irdmafs.with_rename", b"1")
+
+
+def test_other_writers_and_removals_of_a_file_do_not_wait_for_a_rename(
+    here: Path, there: Path
+) -> None:
+    (here / "a").mkdir()
+    for name in ("file", "removed"):
+        (here / "a" / name).write_bytes(b"before")
+    with (here / "a" / "file").open("wb") as other:
+        replace(here / "a" / "file", b"waits")
+        os.setxattr(other.fileno(), "user.irdmafs.with_rename", b"1")
+        other.write(b"other")
+    assert contents(there / "a")["file"] == b"other"
+    with (here / "a" / "file").open("ab") as file:
+        assert contents(there / "a")["file"] == b"waits"
+        file.write(b", appended")
+    replace(here / "a" / "removed", b"waits")
+    (there / "a" / "removed").unlink()
+    eventually(lambda: not waiting(here), "nothing waits that is removed")
+    (here / "a").rename(here / "b")
+    assert contents(there / "b") == {"file": b"waits, appended"}
+
+
 # -- when a host dies --------------------------------------------------------------------------------
 
 

@@ -434,6 +434,8 @@ def test_locks_of_a_host_that_dies_or_is_cut_off_go_with_its_session(
     failing.resume()
     assert not waiter.do("try_flock(fd, fcntl.LOCK_EX)")
     holder.do("file = open(d + '/count', 'w'); file.write('stale')", d=str(pair[0]))
+    holder.do("os.mkdir(d + '/a'); late = open(d + '/a/late', 'w'); late.write('stale')")
+    holder.do("os.setxattr(late.fileno(), 'user.irdmafs.with_rename', b''); late.close()")
     waiter.start("fcntl.flock(fd, fcntl.LOCK_EX); 'mine'")
     cluster.isolate(failing)
     assert waiter.result(30) == "mine"
@@ -443,6 +445,7 @@ def test_locks_of_a_host_that_dies_or_is_cut_off_go_with_its_session(
     assert (pair[1] / "count").read_text() == "1", "who lost the lock overwrote it"
     again = "failure(lambda: open(d + '/count', 'w').write('stale'))"
     assert holder.do("f = open(d + '/other', 'w'); f.write('x'); failure(f.close)") == errno.EIO
+    assert holder.do("failure(lambda: os.rename(d + '/a', d + '/b'))") == errno.EIO
     assert holder.do("failure(lambda: fcntl.flock(fd, fcntl.LOCK_UN))") == errno.EIO
     assert holder.do(again) == 0, "it has been told"
     assert not holder.do("try_flock(fd, fcntl.LOCK_EX)")
