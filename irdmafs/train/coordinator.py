@@ -21,6 +21,7 @@ from .directory import (
     LOOK_S,
     NOT_KEPT,
     PLAN,
+    ShardFile,
     TrainDirectory,
     make_new,
     move,
@@ -34,7 +35,6 @@ from .liveness import WatchedLock, is_locked
 from .models import add_kept_files, assemble
 from .part import Alone
 from .plan import Plan, Push, next_plan, without
-from .shard_files import ShardFile
 from .status import complaints, note_refusal, one_line
 from .trees import Folder, Seen, Trees, look, seen
 

@@ -16,6 +16,7 @@ from typing import TypeVar
 import msgspec
 
 from ..client import FormatError, _files
+from ..client._dtypes import Array, DType
 from ..client._safetensors import HEADER_MAX_BYTES, Header, header_text, parse_header
 from .config import TrainConfig
 from .errors import TrainError
@@ -80,6 +81,8 @@ class TrainDirectory:
         self._layout: ModelLayout | None = None
         # Plans by their files: the last ones that were read. A plan never changes.
         self._plans: dict[Seen, Plan] = {}
+        # The parameters of a small run that told the last one.
+        self._told: ShardFile | None = None
         # The names below versions/ when they were looked at last; whether they are too many for one answer.
         self._versions, self._are_many = NOTHING, False
         # The clocks of the newest plan that was read.
@@ -200,12 +203,26 @@ class TrainDirectory:
         if plan is None:
             if is_small:
                 path = self.directories.get(there.ino, directory).path / name
-            plan = _decode(path, Plan, _told_plan if is_small else read_small)
+            plan = _decode(path, Plan, self._told_plan if is_small else read_small)
             if file is not None:
                 self._plans[file] = plan
             if len(self._plans) > _PLANS_KEPT:
                 del self._plans[next(iter(self._plans))]
         return plan
+
+    def _told_plan(self, path: Path) -> str:
+        """Return the plan that the parameters of a small run tell, in JSON, and keep these: they are used
+        next. Raises FormatError and OSError."""
+        self._told = ShardFile(path, shown=True)
+        return self._told.header.metadata.get(PLAN, "")
+
+    def parameters(self, number: int, shard: Shard, *, shown: bool = False) -> ShardFile:
+        """Open the parameters of a shard of a version, unless they are kept. `shown`, and what it raises:
+        see ShardFile."""
+        told = self._told
+        if told is not None and told.header.metadata.get(VERSION) == str(number):
+            return told
+        return ShardFile(shard.name, self.directory(number, shard), version=number, shown=shown)
 
     def look_at_versions(self, after: int | None = None, timeout_s: float = 0.0) -> Folder:
         """Return what is below versions/, or of very many versions the newest; if `after` is a counter,
@@ -304,18 +321,54 @@ class TrainDirectory:
         return path
 
 
+class ShardFile:
+    """A .safetensors file in memory: its header, and its bytes, mapped."""
+
+    def __init__(
+        self,
+        path: str | Path,
+        directory: Directory | None = None,
+        *,
+        version: int | None = None,
+        shown: bool = False,
+        header_max_bytes: int = HEADER_MAX_BYTES,
+    ) -> None:
+        """`path`: from `directory`, if that is given, whose files are opened as the mount knows them.
+        `version`: the one that the file has to be of, as files are written anew. `shown`: its arrays are
+        given to programs, which may send them from where they lie; otherwise nobody does, which is promised
+        by a path in a private view. Raises FileNotFoundError, also if it is of another version, and
+        FormatError, also for a longer header. No link is followed: it may lead to what is the owner's."""
+        view = None if shown or directory is None else directory.view
+        name = os.path.join((view or directory.path) if directory is not None else "", path)
+        privately = view is None and not shown
+        self.shown = shown
+        with _files.open_to_read(name, os.O_NOFOLLOW, privately=privately) as (fd, status):
+            self.seen = seen(status)
+            self.header = read_header(name, fd, status.st_size, header_max_bytes)
+            if version is not None and self.header.metadata.get(VERSION) != str(version):
+                raise FileNotFoundError(errno.ENOENT, f"Not of version {version}", name)
+            self._data = _files.Mapping(name, fd, status.st_size).bytes
+
+    def elements(self, dtype: DType, offset: int, count: int) -> Array:
+        """Return elements of this type from a place in the file on."""
+        return self._data[offset : offset + count * dtype.itemsize].view(dtype)
+
+    def tensor(self, name: str) -> Array:
+        """Return a tensor as it lies in the file, read-only. Raises KeyError."""
+        return _files.view(name, self._data, self.header.tensors[name])
+
+    @property
+    def tensors(self) -> dict[str, Array]:
+        """Return all tensors, as they lie in the file."""
+        return {name: self.tensor(name) for name in self.header.tensors}
+
+
 def _decode(path: Path, kind: type[T], read: Callable[[Path], bytes | str]) -> T:
     """Return what `read` says of a file, in JSON. Raises TrainError, and as that does."""
     try:
         return msgspec.json.decode(read(path), type=kind)
     except (FormatError, msgspec.MsgspecError) as error:
         raise TrainError(f"{path}: {error}") from None
-
-
-def _told_plan(path: Path) -> str:
-    """Return the plan that the parameters of a small run tell, in JSON. Raises FormatError and OSError."""
-    with _files.open_to_read(os.fspath(path), os.O_NOFOLLOW) as (fd, status):
-        return read_header(os.fspath(path), fd, status.st_size).metadata.get(PLAN, "")
 
 
 def read_header(path: str, fd: int, size: int, most: int = HEADER_MAX_BYTES) -> Header:

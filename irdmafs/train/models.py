@@ -31,6 +31,7 @@ from .directory import (
     PARAMS,
     PLAN,
     STATE,
+    ShardFile,
     TrainDirectory,
     hidden,
     make_new,
@@ -44,7 +45,7 @@ from .layout import ModelLayout, Parameter, Shard, canonical
 from .placement import shard_names
 from .plan import first_plan
 from .reduction import first_state
-from .shard_files import ShardFile, gather
+from .shard_files import gather
 from .trees import Folder, look
 
 # Other files of the models' directory are kept up to this size and number: each version has links to them.

@@ -23,6 +23,7 @@ from .directory import (
     NORM,
     PARAMS,
     STATE,
+    ShardFile,
     TrainDirectory,
     make_part,
     move,
@@ -36,7 +37,6 @@ from .models import add_kept_files
 from .plan import Plan, Push, next_plan
 from .pushes import STEP, check_shard, push_in_shards
 from .reduction import PartFolders, Reduction
-from .shard_files import ShardFile
 from .status import complain
 from .trees import Folder, Seen, Trees, is_published, look
 
@@ -164,11 +164,6 @@ class Staged:
         check_shard(shard, file.header, cut=name not in whole)
         return file
 
-    def used(self, foreseen: Foreseen) -> None:
-        """Note that these files were summed: they are not opened again before they are written anew."""
-        for one in foreseen.seen.values():
-            self._train.directories.note_used(one)
-
 
 class Part:
     """Makes the shards of a part in a directory of its own in ahead/, where only this object writes."""
@@ -208,7 +203,9 @@ class Part:
                 reduction = Reduction(shard, plan, self._blocks, self._train, open_push)
                 reduction.write(folders)
                 self._made[shard.name] = foreseen
-                self._staged.used(foreseen)
+                # They are not opened again before they are written anew.
+                for one in foreseen.seen.values():
+                    self._train.directories.note_used(one)
                 return True
             return False
         return False

@@ -15,12 +15,11 @@ from ..client._dtypes import Array, Layout, array_of, code_of, each_of
 from ..client._safetensors import Header
 from .arithmetic import CODES, F32_MAX, count_nonfinite
 from .config import TrainConfig, is_worker_name
-from .directory import TrainDirectory
+from .directory import ShardFile, TrainDirectory
 from .errors import Refused, invalid
 from .layout import ModelLayout, Shard
 from .liveness import is_locked
 from .plan import Plan, Push
-from .shard_files import ShardFile
 from .trees import NOTHING, Folder, is_published
 
 # WORKER@STEP, and what else is said of a push that is a directory: ;weight=2.0;base=16;lr=0.001

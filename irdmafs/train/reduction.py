@@ -18,13 +18,13 @@ from ..client import FormatError
 from ..client._dtypes import Array
 from ..client._safetensors import head_of
 from .arithmetic import F32, Blocks, accumulate, count_nonfinite, scratch, square_sum, to_float32
-from .directory import PARAMS, PLAN, STATE, VERSION, TrainDirectory, params_of
+from .directory import PARAMS, PLAN, STATE, VERSION, ShardFile, TrainDirectory, params_of
 from .errors import BadPush, Refused
 from .layout import Run, Shard, runs_of
 from .plan import Plan, PushInPlan
 from .pushes import check_finite
 from .rules import Rule, make_rule
-from .shard_files import NewFile, ShardFile
+from .shard_files import NewFile
 from .trees import Directories, Directory, Folder
 
 MASTER = "master"
@@ -92,7 +92,7 @@ class Reduction:
         last = plan.version - 1
         is_kept = True
         if shard.is_fp32:
-            params = ShardFile(shard.name, train.directory(last, shard), version=last)
+            params = train.parameters(last, shard)
             # Its parameters lie one after the other.
             first = min((found.offset for found in params.header.tensors.values()), default=0)
             self._master = params.elements(np.dtype(np.float32), first, shard.size)
@@ -244,7 +244,8 @@ class _ShardFiles:
             (folders.state.path / shard.name).unlink(missing_ok=True)
         with contextlib.ExitStack() as stack:
             for folder, head in heads.items():
-                file = NewFile(folder, shard.name, head)
+                # Nobody looks for those of a small run before their directory is renamed.
+                file = NewFile(folder, shard.name, head, with_rename=not shard.part)
                 stack.callback(file.discard)
                 self._files.append(file)
             stack.pop_all()

@@ -1,10 +1,9 @@
-"""Files of shards: as memory to read, copied into arrays and tensors, new ones to write, and those that are
-fetched ahead of their version."""
+"""Files of shards: copied into arrays and tensors, new ones, and those that are fetched ahead of their
+version."""
 
 from __future__ import annotations
 
 import contextlib
-import errno
 import os
 import threading
 import time
@@ -18,58 +17,17 @@ import numpy as np
 from ..backend.files.sparse import write_at
 from ..client import FormatError, _files
 from ..client._device import tensor_of
-from ..client._dtypes import Array, DType, array_of
-from ..client._safetensors import HEADER_MAX_BYTES, Head
-from .directory import LOOK_S, PARAMS, VERSION, TrainDirectory, owner_of, read_header
+from ..client._dtypes import Array, array_of
+from ..client._safetensors import Head
+from .directory import LOOK_S, PARAMS, ShardFile, TrainDirectory, owner_of
 from .layout import ModelLayout, Shard, Slice
-from .trees import GATHER_S, Directory, Folder, Seen, look, seen
+from .trees import GATHER_S, Directory, Folder, Seen, look
 
 T = TypeVar("T")
 
+_WITH_RENAME = "user.irdmafs.with_rename"
 # Shards that are written, opened or fetched at once.
 _AT_ONCE = 16
-
-
-class ShardFile:
-    """A .safetensors file in memory: its header, and its bytes, mapped."""
-
-    def __init__(
-        self,
-        path: str | Path,
-        directory: Directory | None = None,
-        *,
-        version: int | None = None,
-        shown: bool = False,
-        header_max_bytes: int = HEADER_MAX_BYTES,
-    ) -> None:
-        """`path`: from `directory`, if that is given, whose files are opened as the mount knows them.
-        `version`: the one that the file has to be of, as files are written anew. `shown`: its arrays are
-        given to programs, which may send them from where they lie; otherwise nobody does, which is promised
-        by a path in a private view. Raises FileNotFoundError, also if it is of another version, and
-        FormatError, also for a longer header. No link is followed: it may lead to what is the owner's."""
-        view = None if shown or directory is None else directory.view
-        name = os.path.join((view or directory.path) if directory is not None else "", path)
-        privately = view is None and not shown
-        self.shown = shown
-        with _files.open_to_read(name, os.O_NOFOLLOW, privately=privately) as (fd, status):
-            self.seen = seen(status)
-            self.header = read_header(name, fd, status.st_size, header_max_bytes)
-            if version is not None and self.header.metadata.get(VERSION) != str(version):
-                raise FileNotFoundError(errno.ENOENT, f"Not of version {version}", name)
-            self._data = _files.Mapping(name, fd, status.st_size).bytes
-
-    def elements(self, dtype: DType, offset: int, count: int) -> Array:
-        """Return elements of this type from a place in the file on."""
-        return self._data[offset : offset + count * dtype.itemsize].view(dtype)
-
-    def tensor(self, name: str) -> Array:
-        """Return a tensor as it lies in the file, read-only. Raises KeyError."""
-        return _files.view(name, self._data, self.header.tensors[name])
-
-    @property
-    def tensors(self) -> dict[str, Array]:
-        """Return all tensors, as they lie in the file."""
-        return {name: self.tensor(name) for name in self.header.tensors}
 
 
 def in_parallel(do: Callable[[Shard], T], shards: Sequence[Shard]) -> list[T]:
@@ -141,12 +99,16 @@ class NewFile:
     It is written, not mapped: a mount publishes a copy of a file that may be mapped still.
     """
 
-    def __init__(self, directory: Directory, name: str, head: Head) -> None:
-        """Make the file, or write it anew. Nobody else writes in the directory. Raises OSError."""
+    def __init__(self, directory: Directory, name: str, head: Head, *, with_rename: bool) -> None:
+        """Make the file, or write it anew. Nobody else writes in the directory. `with_rename`: it has a
+        version when a directory above is renamed. Raises OSError."""
         path = os.fspath(directory.path / name)
         self._fd = _files.open_anew(path, directory.view)
         self._head = head
         try:
+            with contextlib.suppress(OSError):
+                if with_rename:
+                    os.setxattr(self._fd, _WITH_RENAME, b"1")
             write_at(self._fd, head.text, 0)
         except BaseException:
             self.discard()

@@ -18,7 +18,7 @@ from ..client._dtypes import Array
 from ..client._files import RENAME_NOREPLACE, Closing, rename
 from ..client._safetensors import encode
 from .config import is_worker_name
-from .directory import LOOK_S, TrainDirectory, hidden, move, params_of, remove
+from .directory import LOOK_S, ShardFile, TrainDirectory, hidden, move, params_of, remove
 from .errors import Refused, TrainError
 from .layout import Shard, in_turns
 from .liveness import Lock, is_locked
@@ -26,7 +26,7 @@ from .open_push import OpenPush
 from .placement import host_of
 from .plan import Plan, Push, is_foreseen, may_pull
 from .pushes import arrays_of, check_turn, inspect, metadata_of, name_in_file, name_in_shards
-from .shard_files import Prefetch, ShardFile, copy_shard, gather, in_parallel
+from .shard_files import Prefetch, copy_shard, gather, in_parallel
 from .status import Watch, is_reduced, no_reducer
 from .trees import look
 
@@ -414,7 +414,6 @@ class Worker(Closing):
         found = fetched.get(shard.name)
         if found is not None and (found.shown or not shown):
             return found
-        directory = self.train.directory(version, shard)
-        file = ShardFile(shard.name, directory, version=version, shown=shown)
+        file = self.train.parameters(version, shard, shown=shown)
         self.train.directories.note_used(file.seen)
         return file

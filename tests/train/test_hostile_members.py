@@ -31,9 +31,8 @@ from safetensors.numpy import save_file
 
 from irdmafs.client._files import open_to_read
 from irdmafs.train import Reducer, Refused, TrainError, Worker
-from irdmafs.train.directory import TrainDirectory, replace
+from irdmafs.train.directory import ShardFile, TrainDirectory, replace
 from irdmafs.train.pushes import inspect
-from irdmafs.train.shard_files import ShardFile
 from irdmafs.train.status import report
 
 

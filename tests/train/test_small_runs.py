@@ -38,26 +38,32 @@ def test_step_makes_and_removes_no_files(run: Path) -> None:
     assert files[4] == files[5] == files[6] == files[7]
 
 
-def test_step_is_a_transaction_for_each_push_and_three_for_its_version(cluster: Cluster) -> None:
-    here, there = (mount.path / "small" for mount in cluster.mounts)
-    layout = TrainDirectory(start(here, runs.model(), shards=3, small=None)).layout
+@pytest.mark.parametrize(("rule", "most"), [("sum", 110), ("adamw", 130)])
+def test_step_is_a_transaction_for_each_push_and_two_for_its_version(
+    cluster: Cluster, rule: str, most: int
+) -> None:
+    """`most`: requests of both mounts."""
+    here, there = (mount.path / rule for mount in cluster.mounts)
+    model = {"all": np.zeros(1 << 18, np.float32)}
+    layout = TrainDirectory(start(here, model, shards=3, small=None, rule=rule)).layout
     assert layout.is_small and len(layout.shards) == 1
     took = []
-    with runs.reducing(here), Worker(here, "a") as a, Worker(there, "b") as b:
+    with (
+        runs.reducing(here), runs.reducing(there), Worker(here, "a") as a, Worker(there, "b") as b
+    ):  # fmt: skip
         for _ in range(12):
             for worker in (a, b):
-                worker.push(ones())
+                worker.push(model)
             for worker in (a, b):
                 worker.pull(timeout_s=60)
             asked = [mount.status() for mount in cluster.mounts]
-            transactions = [one["cluster"]["transactions"] for one in asked]
-            requests = sum((Counter(one["requests"]) for one in asked), Counter())
-            answered = sum(requests[kind] for kind in requests.keys() - {*NOT_BLOCKING})
-            took.append((sum(transactions), answered))
-    # Others keep the machine busy: then some are asked again. A mount gives up claims that it used before.
-    least = [min(np.diff(counted)[4:]) for counted in zip(*took, strict=True)]
-    assert least[0] <= 5, took
-    assert least[1] <= 120, took
+            counted = sum((Counter(one["requests"]) for one in asked), Counter())
+            answered = sum(counted[kind] for kind in counted.keys() - {*NOT_BLOCKING})
+            took.append((sum(one["cluster"]["transactions"] for one in asked), answered))
+    # Others keep the machine busy: then some are asked again.
+    transactions, requests = np.diff(took, axis=0)[4:].T
+    assert np.median(transactions) <= 4, took
+    assert min(requests) <= most, took
 
 
 def test_of_two_workers_that_begin_at_the_same_time_one_has_the_name(
