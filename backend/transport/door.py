@@ -110,12 +110,9 @@ class Shares:
 
 
 class Door:
-    """The door of one node: its ports share the room for peers. `nursery` ends with the node."""
+    """The door of one node: its ports share the room for peers."""
 
-    def __init__(
-        self, nursery: trio.Nursery, counters: ServerFigures, is_revoked: Callable[[str], bool]
-    ) -> None:
-        self._nursery = nursery
+    def __init__(self, counters: ServerFigures, is_revoked: Callable[[str], bool]) -> None:
         self._counters = counters
         self._is_revoked = is_revoked
         self.outstanding = defaultdict[str, Outstanding](lambda: Outstanding(OUTSTANDING_BYTES_MAX))
@@ -124,12 +121,14 @@ class Door:
         self.members = Shares(min(MEMBERS_MAX, int(files * _MEMBERS_SHARE)))
         self.untaken = Shares(UNTAKEN_BYTES_MAX, UNTAKEN_OF_ONE_MAX)
 
-    def open(self, listening: trio.socket.SocketType, serve: Serve) -> None:
+    def open(self, nursery: trio.Nursery, listening: trio.socket.SocketType, serve: Serve) -> None:
         """Have `serve(sock, address)` called, in a task of its own, for each that connects. It ends the
         connection by returning, or by raising one of the errors of sockets and streams, or BadMessage."""
-        self._nursery.start_soon(self._accept, listening, serve)
+        nursery.start_soon(self._accept, nursery, listening, serve)
 
-    async def _accept(self, listening: trio.socket.SocketType, serve: Serve) -> None:
+    async def _accept(
+        self, nursery: trio.Nursery, listening: trio.socket.SocketType, serve: Serve
+    ) -> None:
         with listening:
             while True:
                 try:
@@ -139,7 +138,7 @@ class Door:
                     log.warning("a connection could not be accepted: %s", error)
                     await trio.sleep(_SETBACK_S)
                     continue
-                self._nursery.start_soon(self._serve, serve, sock, address[0])
+                nursery.start_soon(self._serve, serve, sock, address[0])
 
     async def _serve(self, serve: Serve, sock: trio.socket.SocketType, address: str) -> None:
         try:

@@ -86,11 +86,14 @@ class Host:
     is_revoked: Callable[[str], bool] = lambda serial: False
     etcd: EtcdForReaders | None = None
     counters: ServerFigures = field(default_factory=ServerFigures)
-    # While the node is served: the door accepts connections to a mover's own port, the nursery ends with
-    # the node, and the servings are its ends of its movers.
+    # The door accepts connections, also to a mover's own port.
     door: Door = field(init=False)
+    # While the node is served: the nursery ends with the node, the servings are its ends of its movers.
     nursery: trio.Nursery = field(init=False)
     servings: "dict[Mover, Serving]" = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self.door = Door(self.counters, lambda serial: self.is_revoked(serial))
 
     def failed(self, peer: Peer, what: str, error: OSError) -> tuple[int, int, str]:
         """Count and log that a request of a peer failed. Return what `failure_of` does, to be sent."""

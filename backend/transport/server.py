@@ -14,7 +14,7 @@ from ..trust.security import Identity, Role
 from ..unwrap import background
 from . import messages
 from .caller import broken_text
-from .door import REVOKED, TLS_BEGINS, Door, identity_of, listen
+from .door import REVOKED, TLS_BEGINS, identity_of, listen
 from .frames import FRAME_BYTES_MAX, HELLO_BYTES_MAX, BadMessage, Codec, Frames, decode_hello
 from .mover import Connection, Host, Lasting, Mover
 from .operations import OPERATIONS, codec_for
@@ -47,10 +47,9 @@ class Listener:
             control = opened.enter_context(listen(host.address, self.control_port))
             self.control_port = control.getsockname()[1]
             host.nursery = await opened.enter_async_context(background())
-            host.door = Door(host.nursery, host.counters, lambda serial: host.is_revoked(serial))
             for mover in self._movers:
                 host.servings[mover] = await mover.serving(host)
-            host.door.open(control, self._serve_control)
+            host.door.open(host.nursery, control, self._serve_control)
             self._opened = opened.pop_all()
         return self
 

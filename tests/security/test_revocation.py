@@ -109,6 +109,15 @@ async def test_an_open_connection_of_a_revoked_certificate_is_cut(cluster: Clust
             await peers.ping(node)
 
 
+def test_a_node_starts_where_a_certificate_was_revoked(cluster: Cluster) -> None:
+    issue(cluster, "w6")
+    cluster.administer("revoke", "w6")
+    [node] = cluster.nodes
+    node.terminate()
+    node.start()
+    eventually(lambda: node.node_id in cluster.live_nodes(), "it is a node of the cluster again")
+
+
 def test_a_revoked_node_is_put_out_and_stays_out() -> None:
     with Cluster(PLAN) as own:
         own.administer("revoke", "node", "--yes")

@@ -50,7 +50,7 @@ async def test_strangers_of_one_address_or_network_take_no_place_of_another(
     monkeypatch: pytest.MonkeyPatch, slow: str, greedy: list[str]
 ) -> None:
     monkeypatch.setattr(door, "STRANGERS_MAX", 2)
-    node, ended = door.Door(Mock(), door.ServerFigures(), lambda serial: False), list[str]()
+    node, ended = door.Door(door.ServerFigures(), lambda serial: False), list[str]()
 
     async def come(address: str) -> None:
         with pytest.raises(BadMessage), node.stranger(address):

@@ -36,7 +36,7 @@ class Tcp(Mover):
         listening = listen(host.address)
         choose_congestion_control(listening)
         served = TcpServing(host, self._encrypt, listening.getsockname()[1])
-        host.door.open(listening, served.serve)
+        host.door.open(host.nursery, listening, served.serve)
         return served
 
     async def run(self) -> None:
