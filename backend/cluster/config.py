@@ -136,7 +136,7 @@ def _read(path: str) -> dict[str, dict[str, object]]:
     if len(text) > _CONFIG_LIMIT_BYTES:
         raise ConfigError(f"{path} is too long for a configuration")
     try:
-        data = tomllib.loads(text.decode())
+        data = tomllib.loads(text.decode("utf-8-sig"))
     except ValueError as error:
         raise ConfigError(f"{path} is not TOML: {error}") from error
     _check_keys(data, path)
@@ -155,6 +155,9 @@ def _check_keys(data: Mapping[str, Any], source: str) -> None:
         if odd := [key for key in values if key not in known]:
             what = f"unknown key {odd[0]!r} in [{section}]"
             raise ConfigError(f"{source}: {what}{_hint(odd[0], known)}")
+        for key, value in values.items():
+            if "\0" in "".join(map(str, value if isinstance(value, list) else [value])):
+                raise ConfigError(f"{source}: {section}.{key}: a text cannot have a NUL byte")
 
 
 def _hint(word: str, known: Any) -> str:

@@ -293,7 +293,8 @@ class MountSection:
     )
     names_ahead: int = declare(
         100_000,
-        "Of more names than this a mount reads directories when they are used; 0: it reads all",
+        "Of more names than this a mount reads directories when they are used; 0: it reads all; "
+        "-1: always when they are used",
     )
     encrypt_data: bool = declare(False, "TLS for data, not only for control; switches RDMA off")
     timeout: Seconds = _mount(
@@ -309,6 +310,8 @@ class MountSection:
             raise ValueError(
                 f"small_file must be at most 1M, not {self.small_file}: it travels in one message"
             )
+        if self.names_ahead < -1:
+            raise ValueError(f"names_ahead must be at least -1, not {self.names_ahead}")
         if not 1 <= self.timeout <= 86400:
             raise ValueError(f"timeout must be from 1s to 1d, not {self.timeout}")
         for path in self.follow:

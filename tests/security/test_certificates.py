@@ -336,6 +336,9 @@ ETCD = '[cluster]\netcd = ["127.0.0.1:2379"]\n'
         ("[mount]\ntimeout = '0.5'", "c.toml: mount: timeout must be"),
         ("[mount]\ntimeout = '2d'", "c.toml: mount: timeout must be"),
         ("[mount]\ntimeout = 'soon'", "c.toml: mount.timeout: 'soon' is not a duration"),
+        ("[mount]\nnames_ahead = -2", "c.toml: mount: names_ahead must be at least -1, not -2"),
+        ('[log]\nfile = "a\\u0000"', "c.toml: log.file: a text cannot have a NUL byte"),
+        ('[mount]\nfollow = ["a\\u0000"]', "c.toml: mount.follow: a text cannot have a NUL byte"),
         ("[mount]\nfollow = ['a/../b']", "'a/../b' is not a path within the filesystem"),
         (
             "[mount]\nmetrics_port = 70000",
@@ -357,6 +360,10 @@ def test_a_bad_configuration_is_one_line_that_names_file_and_key(
         load(text)
     assert message in str(caught.value)
     assert "\n" not in str(caught.value)
+
+
+def test_a_file_may_begin_with_a_byte_order_mark(load: Callable[..., ClusterConfig]) -> None:
+    assert load("\ufeff" + ETCD).cluster.etcd == ("127.0.0.1:2379",)
 
 
 def test_flags_override_the_file(load: Callable[..., ClusterConfig]) -> None:
