@@ -63,6 +63,7 @@ def cert(
     if renew and role != "etcd":
         renewed = with_etcd(config, lambda engine: renewable(engine, name, role))
         owner, subvolume, kept_to = renewed.owner, renewed.subvolume, renewed.root
+    os.makedirs(target, mode=0o700, exist_ok=True)
     drafted = (
         tempfile.TemporaryDirectory(prefix=".renewed-", dir=target)
         if renew
