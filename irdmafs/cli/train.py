@@ -124,7 +124,7 @@ def reduce(directory: str, threads: int | None, verbose: bool) -> None:
 @_directory
 @click.option("--workers", type=click.IntRange(1, 10_000), default=1, show_default=True, metavar="N",
               help="Processes that run COMMAND.")  # fmt: skip
-@click.argument("command", nargs=-1, required=True, type=click.UNPROCESSED)
+@click.argument("command", metavar="-- COMMAND...", nargs=-1, required=True, type=click.UNPROCESSED)
 @click.pass_context
 def run(ctx: click.Context, directory: str, workers: int, command: tuple[str, ...]) -> None:
     """Train in DIR on this host: irdmafs train run DIR --workers 4 -- python worker.py

@@ -107,7 +107,7 @@ def rollback(directory: str, number: int, expected: int | None) -> None:
 
 @click.command()
 @click.argument("directory", metavar="DIR")
-@click.argument("command", metavar="COMMAND...", nargs=-1, required=True, type=click.UNPROCESSED)
+@click.argument("command", metavar="-- COMMAND...", nargs=-1, required=True, type=click.UNPROCESSED)
 @click.option(
     "--version", "number", metavar="N", type=int, help="This version  [default: the newest]"
 )

@@ -355,6 +355,7 @@ def test_commands_publish_list_compare_hold_and_roll_back(folder: Path, tmp_path
     assert [one["state"] for one in listed] == ["current", "kept", "kept"]
     unknown = irdmafs("hold", run, "no-such-command")
     assert one_line(unknown) == "no-such-command: No such file or directory"
+    assert "hold [OPTIONS] DIR -- COMMAND..." in irdmafs("hold", run, "ls", "-l").stderr
     missing = irdmafs("hold", run, "--version", "7", "true")
     assert one_line(missing) == f"{run}/versions/7: There is no version 7"
     for seconds in ("0.01", "nan"):
