@@ -334,7 +334,7 @@ def accept_restore(above: int, yes: bool, config: ClusterConfig) -> None:
         )
     floor = goal(reports, above)
     when = time.strftime("%F %T", time.localtime(max(one.time_s for one in reports.values())))
-    say(f"found {when}: etcd {described(reports)}", err=True)
+    say(f"found {when}: etcd went back in time: {described(reports)}", err=True)
     say(
         f"what changed after the backup is lost if you go on; etcd's revision is lifted from {now} to "
         f"{floor} first, so that no number is used twice",
