@@ -210,9 +210,7 @@ class Publisher(OnHost):
                     return
                 status = self._table.stat(content)
                 version = NewVersion.of_file(ino, content.extent, status, status.st_mtime_ns)
-                name = await self._save_aside(content, version, status)
-                where = self._store.namespace.describe(ino)
-                log.warning("%s: what was written when the lock was lost is in %s", where, name)
+                await self._save_aside(content, version, status)
 
     async def show_newest(self, ino: int) -> None:
         """Show the newest version, before a lock of the file is granted; what is open stays if the file was
@@ -480,6 +478,8 @@ class Publisher(OnHost):
             if version.extent != content.extent:
                 self._store.extents.free(version.extent)
             raise
+        where = self._store.namespace.describe(content.ino)
+        log.warning("%s: what was written in place and not published is in %s", where, name)
         content.be_set_aside(stamp_of(status))
         await self._in_place.show_after_conflict(content)
         return name
