@@ -417,6 +417,7 @@ def leftover_stores(mountpoints: Iterable[str]) -> list[LeftoverStore]:
             if os.path.basename(path) in used or not os.path.isdir(path) or is_locked(path):
                 continue
             with suppress(OSError):
-                if cluster_of(path) is None or os.listdir(os.path.join(path, "extents")):
+                kept = path if cluster_of(path) is None else os.path.join(path, "extents")
+                if os.listdir(kept):
                     found.append(LeftoverStore(path, mountpoint_of(path), _bytes_used(path)))
     return found
