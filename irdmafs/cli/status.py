@@ -46,6 +46,7 @@ _MOUNT_ROWS = {
 }
 _CLUSTER_ROWS = {
     "cluster": "{name} ({nodes_up:count} of {nodes_known:count} nodes up)",
+    "names": "{names}",
     "lease in etcd": "{lease}",
     "node on this host": "{node_here}",
     "cache": "{cache_bytes:bytes} of {cache_limit_bytes:bytes}; {cache_hits:count} opens found it there, "
@@ -246,7 +247,9 @@ def print_mount(entry: MountReport) -> None:
     rows = _rows(_MOUNT_ROWS, {**data, "session_name": _session(data), "space": space})
     if cluster:
         lease = "valid" if cluster.get("session_valid") else "waiting for etcd"
-        rows += _rows(_CLUSTER_ROWS, {**cluster, "lease": lease, "rdma_use": _rdma(cluster)})
+        names = "all are read" if cluster.get("all_names") else "of directories that were used"
+        words = {"lease": lease, "names": names, "rdma_use": _rdma(cluster)}
+        rows += _rows(_CLUSTER_ROWS, {**cluster, **words})
     print_table(("", ""), rows, title=entry.mount.mountpoint)
     if quotas := data.get("quotas"):
         print()

@@ -8,7 +8,7 @@ from typing import Any
 
 from harness.clusters import MIB, Cluster, Plan
 from harness.errors import fails_with
-from harness.mountpoint import eventually, fsync
+from harness.mountpoint import eventually, fsync, irdmafs
 from harness.programs import hasty_node
 
 from irdmafs.backend.cluster.membership import Members
@@ -52,6 +52,12 @@ def test_what_was_removed_again_is_not_counted(here: Path) -> None:
         # A node that tells its room meanwhile has to know.
         fsync(here)
     assert free_bytes(here) > before - 8 * MIB
+
+
+def test_a_mount_says_whether_its_figures_are_of_all_names(cluster: Cluster) -> None:
+    told = [irdmafs("status", mount.path).stdout.splitlines() for mount in cluster.mounts]
+    names = [[line.split(None, 1)[1] for line in one if line.startswith("names ")] for one in told]
+    assert names == [["all are read"], ["of directories that were used"]]
 
 
 def test_room_that_changes_no_more_is_told_however_little_it_changed() -> None:

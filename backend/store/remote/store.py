@@ -304,6 +304,7 @@ class RemoteStore:
                 "nodes_up": len(self.members.nodes),
                 "nodes_known": len(self.members.records),
                 "node_here": f"{here:x}" if here else None,
+                "all_names": cluster.tree.known.everything,
                 "verify": config.mount.verify,
                 "rdma": self._rdma.why_not or "on",
                 **values_of(*self.figures()),
