@@ -23,9 +23,8 @@ __all__ = ["cluster"]
 
 @cluster.command()
 @click.argument("name")
-@click.option(
-    "--role", type=click.Choice(["node", "mount", "reader", "admin", "etcd"]), required=True
-)
+@click.option("--role", type=click.Choice(["node", "mount", "reader", "admin", "etcd"]), required=True,
+              help="What its holder is, and may do (docs/security.md).")  # fmt: skip
 @click.option("--host", "hosts", multiple=True, metavar="NAME",
               help="A name or address that the certificate carries (etcd's needs them).")  # fmt: skip
 @click.option("--days", type=click.IntRange(1, 3650), default=825, show_default=True,
@@ -34,7 +33,7 @@ __all__ = ["cluster"]
               "etcd: running processes read it by themselves. Files in DIR are replaced.")  # fmt: skip
 @click.option("--root", metavar="DIRECTORY", help="A mount with it changes what is below this directory of "
               "the cluster alone; it is made if it is not there.")  # fmt: skip
-@click.option("--out", "directory", metavar="DIR", help="[default: where ca.pem is]")
+@click.option("--out", "directory", metavar="DIR", help="Where they go  [default: where ca.pem is]")
 @config_option
 def cert(
     name: str,

@@ -43,7 +43,7 @@ def train() -> None:
 @_directory
 @click.option("--rule", default="sgd", show_default=True, metavar="RULE",
               help="sgd, adam, adamw, sum, mean, easgd, ema or diloco.")  # fmt: skip
-@click.option("--lr", type=float, help="The learning rate  [default: the rule's].")
+@click.option("--lr", type=float, help="The learning rate  [default: the rule's]")
 @click.option("--set", "settings", multiple=True, metavar="OPTION=VALUE",
               help="An option of the rule: --set momentum=0.9 --set nesterov=true.")  # fmt: skip
 @click.option("--sync", default="bsp", show_default=True, metavar="SYNC",
@@ -59,7 +59,7 @@ def train() -> None:
 @click.option("--whole-every", type=int, default=1, show_default=True, metavar="N",
               help="Make model.safetensors of every Nth version (0: of none).")  # fmt: skip
 @click.option("--shards", type=click.IntRange(1, 1024), metavar="N",
-              help="Pieces to push, reduce and pull  [default: by size and store nodes].")  # fmt: skip
+              help="Pieces to push, reduce and pull  [default: by size and store nodes]")  # fmt: skip
 def init(
     directory: str, settings: tuple[str, ...], workers: str, shards: int | None, **given: Any
 ) -> None:

@@ -12,7 +12,7 @@ from click.testing import CliRunner
 from irdmafs.backend.cluster.config_sections import SECTIONS
 from irdmafs.backend.model.options import declare, declared
 from irdmafs.backend.model.values import Seconds, Size
-from irdmafs.cli.command import mount
+from irdmafs.cli.command import main, mount
 from irdmafs.cli.flags import flag_name, flags_of, overrides, section_flags
 from irdmafs.cli.serve import serve
 from irdmafs.mount_options import FORMS, MountOptions, Switch
@@ -42,6 +42,17 @@ def run(command: click.Command, *arguments: str) -> str:
     done = CliRunner().invoke(command, arguments)
     assert done.exit_code == 0, done.output
     return done.output.strip()
+
+
+def options_of(command: click.Command) -> Iterator[click.Option]:
+    for part in command.commands.values() if isinstance(command, click.Group) else ():
+        yield from options_of(part)
+    yield from (one for one in command.params if isinstance(one, click.Option))
+
+
+def test_every_option_of_every_command_says_what_it_is_for() -> None:
+    silent = [one.opts for one in options_of(main) if not (one.help or "")[:1].isalpha()]
+    assert silent == []
 
 
 def test_a_declared_setting_has_a_flag_of_its_type_and_shows_its_default() -> None:
