@@ -127,8 +127,8 @@ def users_of(mountpoint: str) -> list[MountUser]:
 
 
 def holders_of(device: str) -> list[int]:
-    """Return the processes in whose mount namespaces a filesystem ("major:minor") is mounted. After it is
-    unmounted here, it stays mounted in namespaces that were made as copies of this one."""
+    """Return the processes in other mount namespaces in which a filesystem ("major:minor") is mounted.
+    After it is unmounted here, it stays mounted in namespaces that were made as copies of this one."""
     return list(_ask_child("holders", device))
 
 
@@ -139,8 +139,12 @@ def _ask_child(what: str, argument: str) -> list[Any]:
 
 
 def _holders(device: str) -> Iterator[int]:
+    here = os.readlink("/proc/self/ns/mnt")
     for pid in sorted(int(name) for name in os.listdir("/proc") if name.isdigit()):
         try:
+            # A mount that was made here since may have the number of the one that was unmounted.
+            if os.readlink(f"/proc/{pid}/ns/mnt") == here:
+                continue
             with open(f"/proc/{pid}/mountinfo", "rb") as file:
                 devices = {line.split(b" ", 3)[2] for line in file}
         except OSError:

@@ -31,7 +31,7 @@ from test_commands import mounted, own
 
 from irdmafs.__main__ import _interrupts_end_silently
 from irdmafs.cli import status
-from irdmafs.mount import mounting, stores
+from irdmafs.mount import mounting, stores, users
 from irdmafs.mount_options import MountError, MountOptions
 
 __all__ = ["mounted", "own"]
@@ -93,6 +93,12 @@ def test_a_store_that_a_detached_mount_still_serves_says_so(
         user.kill()
     eventually(lambda: not mounted.pids(), "the daemon ends with its last user")
     mounted.mount()
+
+
+def test_who_sees_a_mount_here_does_not_hold_it_elsewhere(mounted: Mount) -> None:
+    """The next mount may get the device number of one that was unmounted."""
+    found = mounting.mounted_at(str(mounted.path))
+    assert found is not None and os.getpid() not in users.holders_of(found.device)
 
 
 def test_a_store_in_use_stays_and_names_the_mount_using_it(mounted: Mount, tmp_path: Path) -> None:
