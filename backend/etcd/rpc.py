@@ -6,6 +6,8 @@ from collections.abc import Callable
 from enum import IntEnum
 from typing import Generic, NamedTuple, Protocol, TypeVar
 
+from google.protobuf.message import DecodeError
+
 from . import etcd_pb2 as pb
 
 R = TypeVar("R")
@@ -67,13 +69,23 @@ class Message(Protocol):
 
 
 class Method(NamedTuple, Generic[R]):
+    """`parse` raises ConnectionLost for an answer that makes no sense: it is as good as lost."""
+
     path: str
     parse: Callable[[bytes], R]
 
 
 def method(path: str, response: type[R]) -> Method[R]:
     """Return the method at this path of the form SERVICE/METHOD."""
-    return Method("/etcdserverpb." + path, response.FromString)  # type: ignore[attr-defined]
+
+    def parse(answer: bytes) -> R:
+        try:
+            parsed: R = response.FromString(answer)  # type: ignore[attr-defined]
+        except DecodeError:
+            raise ConnectionLost("an answer makes no sense", sent=True) from None
+        return parsed
+
+    return Method("/etcdserverpb." + path, parse)
 
 
 RANGE = method("KV/Range", pb.RangeResponse)

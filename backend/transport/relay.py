@@ -11,7 +11,6 @@ from itertools import chain
 from typing import Any
 
 import trio
-from google.protobuf.message import DecodeError
 
 from ..etcd import etcd_pb2 as pb
 from ..etcd.client import Client, Uncertain, Unsent
@@ -71,8 +70,8 @@ class Relay(Client):
         if said.outcome == EtcdOutcome.ANSWERED:
             try:
                 return method.parse(said.body)
-            except DecodeError:
-                said = EtcdSaid(EtcdOutcome.UNCERTAIN, text="its answer makes no sense")
+            except ConnectionLost as error:
+                said = EtcdSaid(EtcdOutcome.UNCERTAIN, text=str(error))
         if said.outcome == EtcdOutcome.REFUSED:
             raise RpcError(said.code, said.text)
         # Another node may reach etcd.
