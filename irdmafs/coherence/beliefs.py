@@ -201,10 +201,13 @@ class Beliefs:
         below: dict[int, bool] = {directory: True, ROOT_INO: False}
 
         def lies_below(ino: int) -> bool:
-            if ino not in below:
-                inode = inodes.get(ino)
+            way = []
+            while ino not in below:
+                way.append(ino)
                 below[ino] = False
-                below[ino] = inode is not None and lies_below(inode.parent)
+                inode = inodes.get(ino)
+                ino = ROOT_INO if inode is None else inode.parent
+            below.update(dict.fromkeys(way, below[ino]))
             return below[ino]
 
         names = {*self._said.names, *self._said_before.names}

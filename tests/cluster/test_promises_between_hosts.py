@@ -8,6 +8,7 @@ import mmap
 import os
 import socket
 import subprocess
+import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -554,6 +555,16 @@ def test_a_followed_directory_is_there_before_it_is_opened(cluster: Cluster, her
         after = counters(follower)
         assert after["fetched_bytes"] == before["fetched_bytes"]
         assert after["barriers"] == before["barriers"]
+
+
+def test_a_very_deep_tree_is_fetched(cluster: Cluster, here: Path) -> None:
+    """Deeper than functions of Python call themselves."""
+    deep = here / "/".join("d" * sys.getrecursionlimit())
+    subprocess.run(["mkdir", "-p", deep], check=True)
+    (deep / "file").write_text("deep")
+    follower = cluster.add_mount("--follow", f"/{here.name}")
+    eventually(lambda: bool(counters(follower)["fetched_bytes"]), "it is fetched")
+    cluster.remove_mount()
 
 
 # -- failures

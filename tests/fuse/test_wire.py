@@ -8,6 +8,7 @@ import os
 import resource
 import stat
 import struct
+import sys
 import tempfile
 import threading
 import traceback
@@ -173,9 +174,9 @@ class Served:
         )
         self.nodes = self.cache.nodes
         coherence = Coherence(store.namespace, self.cache)
+        self.beliefs = Beliefs(store.namespace, self.nodes, self.notices)
         if shared:
-            beliefs = Beliefs(store.namespace, self.nodes, self.notices)
-            coherence = Shared(store, TOLD_AT_ONCE, self.cache, beliefs)
+            coherence = Shared(store, TOLD_AT_ONCE, self.cache, self.beliefs)
         locking = Locking("local", store, self.cache.publisher, self.notices)
         block = Superblock(self.cache, coherence, atimes, MountOptions())
         filesystem = Filesystem(block, locking, dict, acls=False)
@@ -750,6 +751,20 @@ def look_for_removed(served: Served, name: bytes) -> None:
     assert served.request(Opcode.UNLINK, ROOT, name + b"\0", pid=1)[0] == 0
     assert opened(served, removed, EMPTYING)[0] == errno.ESTALE
     assert lookup(served, name) == 0
+
+
+async def test_what_is_believed_below_a_directory_is_forgotten_however_deep_it_is() -> None:
+    async with serving(shared=True) as served:
+        way = [ROOT]
+        for _ in range(sys.getrecursionlimit()):
+            making = wire.MKDIR_IN.pack(0o755, 0) + b"d\0"
+            _, entry = served.request(Opcode.MKDIR, way[-1], making)
+            way.append(wire.ENTRY_OUT.unpack(entry)[0])
+        name, believed = (way[-2], b"d"), way[-1]
+        served.beliefs.say(believed, 60.0, name)
+        assert served.beliefs.holds(name, believed, 0.0)
+        served.beliefs.not_followed(way[1])
+        assert not served.beliefs.holds(name, believed, 0.0)
 
 
 @pytest.mark.parametrize("shared", [False, True])

@@ -185,13 +185,13 @@ class Prefetcher:
             self._nursery.start_soon(self._fetch, new)
 
     def _below(self, ino: int) -> Iterator[Inode]:
-        if (inode := self._namespace.inodes.get(ino)) is None:
-            return
-        if inode.is_dir:
-            for _, child in self._namespace.children(ino):
-                yield from self._below(child)
-        elif inode.is_file and inode.extent:
-            yield inode
+        left = [ino]
+        while left:
+            inode = self._namespace.inodes.get(left.pop())
+            if inode is not None and inode.is_dir:
+                left += (child for _, child in self._namespace.children(inode.ino))
+            elif inode is not None and inode.is_file and inode.extent:
+                yield inode
 
     async def _fetch(self, inode: Inode) -> None:
         async with self._limit:

@@ -5,16 +5,15 @@ from collections.abc import Iterator
 from irdmafs.backend.namespace import ROOT_INO, Inode, Namespace
 
 
-def walk(
-    namespace: Namespace, ino: int = ROOT_INO, path: bytes = b""
-) -> Iterator[tuple[bytes, Inode]]:
+def walk(namespace: Namespace, ino: int = ROOT_INO) -> Iterator[tuple[bytes, Inode]]:
     """Every path and its inode, from the root."""
-    yield path or b"/", namespace.inodes[ino]
-    for name, child in namespace.children(ino):
-        if namespace.inodes[child].is_dir:
-            yield from walk(namespace, child, path + b"/" + name)
-        else:
-            yield path + b"/" + name, namespace.inodes[child]
+    left = [(b"", ino)]
+    while left:
+        path, ino = left.pop()
+        inode = namespace.inodes[ino]
+        yield path or b"/", inode
+        if inode.is_dir:
+            left += ((path + b"/" + name, child) for name, child in namespace.children(ino))
 
 
 def recount(namespace: Namespace, directory: int) -> tuple[int, int]:
