@@ -51,9 +51,6 @@ class LocalCommitter:
             self._tree.enact(commit)
         return commit.inode
 
-    async def freshen(self) -> None:
-        """Do nothing: no other process changes anything."""
-
     async def flush(self) -> None:
         """Make everything done so far survive a crash."""
         self._tree.records.commit()

@@ -243,12 +243,14 @@ class Namespace:
     async def check_room(self, ino: int, blocks: int) -> None:
         """Raise OSError EDQUOT if quotas have no room for a version of so many blocks. Called before it is
         sent."""
-        quotas = self.quotas
+
+        def admit() -> None:
+            self.quotas.admit(ino, self.quotas.of(ino), blocks)
+
         try:
-            quotas.admit(ino, quotas.of(ino), blocks)
+            admit()
         except OSError:
-            await self._committer.freshen()
-            quotas.admit(ino, quotas.of(ino), blocks)
+            await self._carry_out(admit)  # with all that others did, and all names that count
 
     def set_attributes(self, ino: int, **values: int) -> Coroutine[Any, Any, Inode]:
         """Set some of `mode` (without the type), `uid`, `gid`, `atime_ns`, `mtime_ns`."""

@@ -394,10 +394,6 @@ class SharedCommitter:
                 found.add(inode.ino)
         return tuple(found)
 
-    async def freshen(self) -> None:
-        """Return when the tree has every change that was acknowledged before this call."""
-        await self._hub.barrier()
-
     async def flush(self) -> None:
         """Store what is deferred. Raises OSError EIO once if some of it is lost."""
         if self.deferred is not None:

@@ -200,6 +200,13 @@ def test_a_quota_counts_what_was_not_looked_at(keys: EtcdKeys) -> None:
                 await part.hub.barrier()
                 with pytest.raises(OSError, match="quota"):
                     await part.create(a.ino, b"seventh", FILE, 0, 0)
+            file = await writer.create(ROOT_INO, b"file", FILE, 0, 0, version=1)
+            await writer.set_xattr(ROOT_INO, b"user.irdmafs.quota_bytes", b"5120")
+            async with host(keys, ahead=-1) as part:
+                assert found(part, ROOT_INO, b"file").ino == file.ino
+                await part.check_room(file.ino, 10)
+                with pytest.raises(OSError, match="quota"):
+                    await part.check_room(file.ino, 11)
 
     run(go)
 
