@@ -449,7 +449,8 @@ def remove(path: Path) -> None:
         try:
             path.rmdir()
         except OSError:
-            shutil.rmtree(path, ignore_errors=True)
+            with contextlib.suppress(RecursionError):  # it is very deep: see remove_aside
+                shutil.rmtree(path, ignore_errors=True)
 
 
 def remove_aside(path: Path) -> None:

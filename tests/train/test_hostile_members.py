@@ -9,6 +9,8 @@ import re
 import shutil
 import stat
 import struct
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -219,6 +221,15 @@ def test_what_a_link_in_staging_leads_to_is_not_removed_with_it(run: Path, place
     with Reducer(run) as reducer:
         reduce_until(reducer, lambda: not link.is_symlink(), "the link is gone")
     assert {*victim.rglob("*")} == {victim / name for name in ("file", "folder", "folder/file")}
+
+
+def test_a_reducer_goes_on_after_a_directory_too_deep_to_be_removed(run: Path, place: Path) -> None:
+    start(run)
+    top = TrainDirectory(run).staging / "w@1"
+    deep = top / "/".join("d" * sys.getrecursionlimit())
+    subprocess.run(["mkdir", "-p", deep], check=True)
+    with Reducer(run) as reducer:
+        reduce_until(reducer, lambda: not top.exists(), "it is put aside")
 
 
 NAMES = [
