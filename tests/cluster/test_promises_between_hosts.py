@@ -35,6 +35,7 @@ from harness.programs import hasty_node
 from harness.seeds import seeded
 
 from irdmafs.client import draft
+from irdmafs.client._files import RENAME_EXCHANGE, rename
 
 ITERATIONS = 60
 READERS_KILLED = 3
@@ -565,6 +566,23 @@ def test_a_very_deep_tree_is_fetched(cluster: Cluster, here: Path) -> None:
     follower = cluster.add_mount("--follow", f"/{here.name}")
     eventually(lambda: bool(counters(follower)["fetched_bytes"]), "it is fetched")
     cluster.remove_mount()
+
+
+def test_an_exchange_that_is_too_large_for_etcd_changes_nothing(here: Path, there: Path) -> None:
+    one, other = here / "one", here / "other"
+    for path in (one, other):
+        path.write_text(path.name)
+        for number in range(12):
+            os.setxattr(path, f"user.{number}", b"x" * 65536)
+    with fails_with(errno.EMSGSIZE):
+        rename(one, other, RENAME_EXCHANGE)
+    os.removexattr(one, "user.0")
+    for path in (one, other):
+        assert (there / path.name).read_text() == path.name
+    for number in range(1, 8):
+        os.removexattr(one, f"user.{number}")
+    rename(one, other, RENAME_EXCHANGE)
+    assert (there / "one").read_text() == "other"
 
 
 # -- failures
