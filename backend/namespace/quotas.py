@@ -105,25 +105,35 @@ class Quotas:
 
     def above(self, directory: int) -> tuple[int, ...]:
         """Return the directories to whose quotas the names in a directory are charged."""
-        return self._known(self._above(directory))
+        return self._known(self._above(directory, {}))
 
     def of(self, ino: int) -> tuple[int, ...]:
         """Return the directories to whose quotas an inode is charged."""
-        return self._known(self._of(ino))
+        return self._known(self._of(ino, {}))
 
     def _known(self, quotas: tuple[int, ...]) -> tuple[int, ...]:
         for quota in quotas:
             self._require(quota)
         return quotas
 
-    def _above(self, directory: int) -> tuple[int, ...]:
-        return tuple(one.ino for one in upwards(self._inodes, directory) if one.ino in self.usages)
+    def _above(self, directory: int, climbed: dict[int, tuple[int, ...]]) -> tuple[int, ...]:
+        """`climbed`: the answers for directories, as long as nothing changes. It gets more."""
+        way: list[int] = []
+        quotas: tuple[int, ...] = ()
+        for one in upwards(self._inodes, directory):
+            if one.ino in climbed:
+                quotas = climbed[one.ino]
+                break
+            way.append(one.ino)
+        for ino in reversed(way):
+            climbed[ino] = quotas = (ino, *quotas) if ino in self.usages else quotas
+        return quotas
 
-    def _of(self, ino: int) -> tuple[int, ...]:
+    def _of(self, ino: int, climbed: dict[int, tuple[int, ...]]) -> tuple[int, ...]:
         parents = self._parents_of(ino)
         if len(parents) == 1:
-            return self._above(parents[0])
-        return tuple(sorted({quota for parent in parents for quota in self._above(parent)}))
+            return self._above(parents[0], climbed)
+        return tuple(sorted({quota for one in parents for quota in self._above(one, climbed)}))
 
     def around(self, ino: int) -> list[Usage]:
         """Return the quotas that an inode belongs to, or what is made in it if it is a directory."""
@@ -168,7 +178,7 @@ class Quotas:
         so many more bytes were allocated at an offset, by what is known now: publishing it tells."""
         allocated = status.st_blocks * _BLOCK_BYTES
         after = min(allocated + length, max(allocated, status.st_size, offset + length))
-        self.admit(ino, self._of(ino), -(-after // _BLOCK_BYTES))
+        self.admit(ino, self._of(ino, {}), -(-after // _BLOCK_BYTES))
 
     def _exceeded(self, directory: int, limit: str) -> OSError:
         return fail(errno.EDQUOT, f"the quota of {self._describe(directory)} is {limit}")
@@ -207,17 +217,18 @@ class Quotas:
         for directory in self._changed:
             todo += [ino for _, ino in self._below(directory)]
         self._changed.clear()
+        climbed: dict[int, tuple[int, ...]] = {}
         while todo:
             ino = todo.pop()
-            if self._look_at(ino):
+            if self._look_at(ino, climbed):
                 todo += [below for _, below in self._below(ino)]
         self.in_use = bool(self.usages)
 
-    def _look_at(self, ino: int) -> bool:
+    def _look_at(self, ino: int, climbed: dict[int, tuple[int, ...]]) -> bool:
         """Return whether an inode belongs to other quotas than it did."""
         before = self._charges.get(ino, _NOTHING)
         inode = self._inodes.get(ino)
-        quotas = self._of(ino) if inode is not None else ()
+        quotas = self._of(ino, climbed) if inode is not None else ()
         size = inode.blocks * _BLOCK_BYTES if inode is not None and quotas else 0
         if quotas != before.quotas or size != before.bytes:
             self.charge(ino, Charge(quotas, size))

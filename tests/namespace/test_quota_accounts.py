@@ -1,7 +1,7 @@
 """Quotas in the namespace: the account agrees with a recount whatever happens, and nothing exceeds it."""
 
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
 import pytest
@@ -16,7 +16,15 @@ from hypothesis import strategies as st
 
 from irdmafs.backend.kv.map import Map
 from irdmafs.backend.model.records import ContentId
-from irdmafs.backend.namespace import RENAME_EXCHANGE, ROOT_INO, Inode, Namespace, NewVersion
+from irdmafs.backend.namespace import (
+    RENAME_EXCHANGE,
+    ROOT_INO,
+    Inode,
+    Namespace,
+    NewVersion,
+    quotas,
+)
+from irdmafs.backend.namespace.inode import upwards
 from irdmafs.backend.namespace.quotas import QUOTA_BYTES, QUOTA_INODES, parse_limit
 
 BLOCK = 512
@@ -215,6 +223,29 @@ async def test_what_is_published_in_any_case_is_charged_above_the_limit(tmp_path
     await namespace.publish(version._replace(in_quotas=False))
     assert used(namespace, place.ino) == (1, 11 * BLOCK)
     check(namespace)
+    records.close()
+
+
+async def test_a_deep_tree_is_charged_in_one_climb(
+    tmp_path: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    depth, steps = 200, 0
+
+    def counted(*asked: Any) -> Iterator[Inode]:
+        nonlocal steps
+        for one in upwards(*asked):
+            steps += 1
+            yield one
+
+    records = Map(f"{tmp_path}/names")
+    namespace = await load_own(records)
+    ino = ROOT_INO
+    for _ in range(depth):
+        ino = (await make(namespace, ino, b"d", DIRECTORY)).ino
+    monkeypatch.setattr(quotas, "upwards", counted)
+    await quota(namespace, ROOT_INO, QUOTA_INODES, 1000)
+    assert steps <= 3 * depth
+    assert used(namespace, ROOT_INO) == (depth, 0)
     records.close()
 
 
