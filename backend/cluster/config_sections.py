@@ -293,8 +293,8 @@ class MountSection:
     )
     names_ahead: int = declare(
         100_000,
-        "Of more names than this a mount reads directories when they are used; 0: it reads all; "
-        "-1: always when they are used",
+        "Of more names than this (-1: always) a mount reads directories when they are used; 0: it reads "
+        "all",
     )
     encrypt_data: bool = declare(False, "TLS for data, not only for control; switches RDMA off")
     timeout: Seconds = _mount(
