@@ -83,7 +83,7 @@ class Tree(Names):
         self.quotas = Quotas(self.inodes, self.below, self.parents_of, self.describe, require)
         self.watches = Watches(self.inodes, self.parents_of, require)
         self.clones = Clones(self.inodes)
-        # A directory has, or had, the attribute of drafts, or the name of one.
+        # A directory has, or had, the attribute or name of a draft; or a file waits for a rename.
         self.has_drafts = False
 
     # -- consumer of the replica hub ---------------------------------------------------------------

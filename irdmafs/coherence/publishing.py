@@ -34,6 +34,7 @@ class Publisher(OnHost):
         super().__init__(host)
         self._in_place = in_place
         self._put_off = put_off
+        self._tree = host.store.namespace.tree
         self._processes = processes
         self._turns: dict[int, trio.Lock] = {}  # by inode, while one is being published
 
@@ -79,7 +80,7 @@ class Publisher(OnHost):
             if inode.maker and not (await self._processes.of(pid)).killed_by_signal():
                 await self.show_name(content.ino)
             return
-        if self._put_off.takes(handle, content, inode):
+        if self._tree.has_drafts and self._put_off.takes(handle, content, inode):
             return
         try:
             stays = content.writers > 1
@@ -158,7 +159,7 @@ class Publisher(OnHost):
             # There is no other copy, but processes that wait for versions must be told of this one.
             was_written = content.seen != content.begun
             changed = changed or (was_written and self._table.may_hide_writes(content))
-        if changed and self._put_off.takes(handle, content, inode):
+        if changed and self._tree.has_drafts and self._put_off.takes(handle, content, inode):
             return
         if changed or self._is_to_be_compared(content):
             await self.publish(content, stays=True, changed=changed, pid=handle.pid)
@@ -302,7 +303,8 @@ class Publisher(OnHost):
             if lock is not None:
                 content.leaves = False
                 lock.release()
-        self._announce(inode, content)
+        if self._nodes.has_siblings(inode.ino):
+            self._announce(inode, content)
         return True
 
     async def publish_together(
@@ -331,7 +333,8 @@ class Publisher(OnHost):
             for (content, status), inode in zip(stats.items(), inodes, strict=True):
                 self._table.published[content.ino] = inode.version
                 self._become_version(content, inode, stamp_of(status), by_copy=False)
-                self._announce(inode, content)
+                if self._nodes.has_siblings(inode.ino):
+                    self._announce(inode, content)
 
     async def _is_found_changed(self, content: Content) -> bool:
         """Return whether the content was written since it was published, as far as a comparison of bytes
@@ -486,14 +489,11 @@ class Publisher(OnHost):
 
     def _announce(self, inode: Inode, content: Content) -> None:
         """Announce a published version: other nodes and names of the file may still show the one before."""
-        ino = inode.ino
-        if not self._nodes.has_siblings(ino):
-            return
-        for node in self._nodes.of(ino):
+        for node in self._nodes.of(inode.ino):
             if not node.is_bound and node.backing_extent != inode.extent:
                 self._kernel.drop_backing(node)
             if node.content is not content:
                 self._kernel.invalidate_attributes(node)
         if inode.nlink > 1:
             # Until the kernel looks them up, opens by these names are led to the right node.
-            self._kernel.expire_names(self._store.namespace.names_of(ino), only=True)
+            self._kernel.expire_names(self._store.namespace.names_of(inode.ino), only=True)

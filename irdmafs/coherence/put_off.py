@@ -28,7 +28,6 @@ class PutOff(OnHost):
 
     def __init__(self, host: Host) -> None:
         super().__init__(host)
-        self._tree = host.store.namespace.tree
         self.handles: dict[int, Handle] = {}
         self.released: set[Handle] = set()
         self.any, self.many = trio.Event(), trio.Event()
@@ -38,7 +37,7 @@ class PutOff(OnHost):
 
     def takes(self, handle: Handle, content: Content, inode: Inode) -> bool:
         """Return whether a close or fsync is carried out later."""
-        is_new = self._tree.has_drafts and content.state is State.NEW and inode.maker
+        is_new = content.state is State.NEW and inode.maker
         waits = content.with_rename or (is_new and self._is_held(inode.parent))
         if not waits or content.writers > 1 or self.handles.get(inode.ino, handle) is not handle:
             return False

@@ -143,20 +143,25 @@ class Sharing:
     # -- what others see of it -------------------------------------------------------------------
 
     def discard(self, node: Node) -> None:
-        """Give a content up for its writers: closing it publishes nothing. Raises as `unseen` does."""
-        self._table.give_up(self.unseen(node))
+        """Give a content up for its writers: closing it publishes nothing. Raises OSError EBUSY if others
+        see it already."""
+        self._table.give_up(self._unseen(node))
 
     def believe_unmapped(self, node: Node) -> None:
         """Take the only writer's word that no mapping of the content is left: it is published as it lies.
-        Raises OSError EBUSY if others have it open, and as `unseen` does."""
-        content = self.unseen(node)
+        Raises OSError EBUSY if others have it open, or see it already."""
+        content = self._unseen(node)
         if content.holds > 1:
             raise fail(errno.EBUSY, "others have it open")
         content.be_unmapped()
 
+    def leave_to_rename(self, node: Node) -> None:
+        """Have closing a content leave it to the next rename of a directory above. Raises as `discard`."""
+        self._unseen(node).wait_for_rename()
+        self._store.namespace.tree.has_drafts = True
+
     @staticmethod
-    def unseen(node: Node) -> Content:
-        """Return the content that a node shows. Raises OSError EBUSY if others see it already."""
+    def _unseen(node: Node) -> Content:
         content = node.content
         unseen = content is not None and content.seen is None and content.whole
         if content is None or not node.opens or not unseen or content.is_busy:

@@ -102,7 +102,7 @@ class Xattrs(Part):
         self._of_contents: dict[bytes, Callable[[Node], None]] = {
             DISCARD: sharing.discard,
             UNMAPPED: sharing.believe_unmapped,
-            WITH_RENAME: lambda node: sharing.unseen(node).wait_for_rename(),
+            WITH_RENAME: sharing.leave_to_rename,
         }
 
     async def setxattr(
