@@ -108,7 +108,7 @@ class Replica:
     async def wait_applied(self, revision: int) -> None:
         """Return when all consumers know everything up to this revision.
 
-        Raises OSError ETIMEDOUT, trio.ClosedResourceError when the engine is closed.
+        Raises OSError ETIMEDOUT, WentBack, trio.ClosedResourceError when the engine is closed.
         """
         self._waited_at = time.monotonic()
         if self.applied >= revision:
@@ -121,6 +121,7 @@ class Replica:
             await event.wait()
         if self.applied < revision:
             self._check_open()
+            self._engine.calls.check_trusted()
             raise OSError(
                 errno.ETIMEDOUT,
                 f"revision {revision} has not come from the watch for {timeout_s:g} s;"
@@ -238,13 +239,18 @@ class Replica:
             self._ended = True
             if self._reloaded is not None:
                 self._reloaded.set()
-            for _, _, event in self._waiting:
-                event.set()
-            self._waiting.clear()
+            self._end_waits()
+
+    def _end_waits(self) -> None:
+        for _, _, event in self._waiting:
+            event.set()
+        self._waiting.clear()
 
     async def _wait_resolved(self, error: WentBack) -> bool:
         if self._history is None:
             raise error
+        self._engine.calls.doubt(error)
+        self._end_waits()
         return await self._history.wait_resolved(error)
 
     async def _load_again(self, pauses: Pauses) -> None:

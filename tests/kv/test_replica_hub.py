@@ -21,11 +21,12 @@ from hypothesis.stateful import rule, run_state_machine_as_test
 from trio.testing import wait_all_tasks_blocked
 
 from irdmafs.backend.cluster import replica as hub
+from irdmafs.backend.cluster.history import History
 from irdmafs.backend.cluster.replica import Replica
 from irdmafs.backend.etcd import connection
 from irdmafs.backend.etcd.calls import Watch
 from irdmafs.backend.etcd.engine import EtcdEngine
-from irdmafs.backend.kv import Change, Event, KeyValue, Put
+from irdmafs.backend.kv import Change, Event, KeyValue, Put, WentBack
 from irdmafs.backend.namespace import ROOT_INO
 from irdmafs.backend.namespace.inode import inode_key, name_key
 from irdmafs.backend.unwrap import background
@@ -282,6 +283,22 @@ async def test_whoever_waits_for_the_hub_is_told_when_the_engine_is_closed(keys:
         await engine.close()
     with pytest.raises(trio.ClosedResourceError):
         await replica.wait_applied(2**60)
+
+
+async def test_whoever_waits_for_the_hub_is_told_when_etcd_went_back(keys: EtcdKeys) -> None:
+    async with EtcdEngine(keys.endpoints, keys.prefix) as engine, background() as nursery:
+        replica = Replica(engine, (), history=History(engine))
+        await replica.start(nursery)
+        ends: list[str] = []
+
+        async def wait() -> None:
+            ends.append(await shared.error_of(replica.wait_applied(2**60)))
+
+        async with trio.open_nursery() as waiting:
+            waiting.start_soon(wait)
+            await wait_all_tasks_blocked()
+            engine.calls.doubt(WentBack("it is at an earlier revision"))
+        assert ends == ["EIO"]
 
 
 async def test_a_revision_that_does_not_come_is_waited_for_only_so_long(keys: EtcdKeys) -> None:
