@@ -59,9 +59,9 @@ class History(RecordKeeper):
             raise WentBack(described(reports))
 
     async def wait_resolved(self, error: WentBack) -> bool:
-        """Wait until etcd's newest data are back, or a new epoch has begun. Return if they are back."""
+        """Wait until etcd, which is doubted, has its newest data back, or a new epoch has begun. Return if
+        they are back."""
         log.error("%s", error.strerror)
-        self._engine.calls.doubt(error)
         if self._session is not None:
             self._session.doubt()
         while True:

@@ -37,6 +37,7 @@ class Feed:
         self._asked_until = 0.0
 
     def is_asked(self) -> bool:
+        """Return whether a reader asked lately."""
         return time.monotonic() <= self._asked_until
 
     def load(self, records: Sequence[KeyValue], revision: int) -> None:

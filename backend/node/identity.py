@@ -206,7 +206,6 @@ class NodeHistory(History):
 
     async def wait_resolved(self, error: WentBack) -> bool:
         """Raise the error: the node begins anew."""
-        self._engine.calls.doubt(error)
         await self.remember()
         raise error
 
