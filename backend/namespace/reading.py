@@ -65,6 +65,7 @@ class Reader:
         self._ahead = ahead
         self._followed = followed
         self._own = {own} - {0}
+        self._sought: set[int] = set()  # inodes without a record to which names lead
         self._has_begun = False
 
     async def snapshot(self, start: bytes, end: bytes) -> tuple[int, list[KeyValue]]:
@@ -126,7 +127,13 @@ class Reader:
         known.needed = needed
 
     async def catch_up(self, revision: int) -> None:
-        """Read what came to be below directories below which all is to be known."""
+        """Read what came to be below directories below which all is to be known; and inodes of which a
+        change told the name alone, once."""
+        if self._tree.damaged or self._sought:
+            inodes = self._tree.inodes
+            alone = {ino for ino in self._tree.damaged if not inodes[ino].revision}
+            self._take(await self._inodes(alone - self._sought, revision))
+            self._sought = alone
         while self.known.behind:
             await self._learn_below(next(iter(self.known.behind)), revision)
 

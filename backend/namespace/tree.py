@@ -207,8 +207,9 @@ class Tree(Names):
         return False
 
     def _take_inode(self, inode: Inode, record: bytes) -> None:
-        ino = inode.ino
-        known = self.inodes.get(ino)
+        ino, known = inode.ino, self.inodes.get(inode.ino)
+        if ino in self.damaged:
+            self._faults.mended(inode_key(ino))
         if not inode.nlink:  # it would be dropped while names lead to it
             self._faults.add(inode_key(ino), "it has no links")
             self._put_damaged(ino, inode.revision)

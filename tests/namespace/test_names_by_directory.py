@@ -223,3 +223,19 @@ def test_a_host_reads_on_after_names_whose_records_are_damaged(keys: EtcdKeys) -
             assert everything(part) == everything(writer)
 
     run(go)
+
+
+def test_a_name_that_is_mended_by_hand_leads_to_its_file_again(keys: EtcdKeys) -> None:
+    async def go() -> None:
+        async with host(keys) as writer, host(keys, ahead=-1) as part:
+            _, a = await _tree(writer, b"a")
+            file = await writer.create(a.ino, b"file", FILE, 0, 0)
+            for target in (a.ino, 77, file.ino):
+                put = Put(name_key(a.ino, b"file"), target.to_bytes(8, "big"))
+                await writer.engine.transact((), [put])
+                await part.hub.barrier()
+                await part.hub.learn(Unread(ROOT_INO, below=True))
+            assert everything(part) == everything(writer)
+            assert not part.tree.damaged
+
+    run(go)
