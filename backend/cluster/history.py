@@ -41,7 +41,7 @@ _COMPACTED_EVERY = 50
 
 class History(RecordKeeper):
     """The epoch, and reports. `session` is doubted when etcd cannot be trusted any more, and lost when
-    a new epoch is adopted: then no operation under way may go on."""
+    a new epoch is adopted, or found after changes were missed: then no operation under way may go on."""
 
     prefixes: tuple[bytes, ...] = (EPOCH_KEY, REPORT)
 
@@ -84,7 +84,9 @@ class History(RecordKeeper):
 
     def take(self, key: bytes, value: bytes | None, revision: int) -> None:
         if key == EPOCH_KEY:
-            self.epoch = self.faults.sound(key, value, Epoch) or self.epoch
+            before, self.epoch = self.epoch, self.faults.sound(key, value, Epoch) or self.epoch
+            if self.epoch.number > before.number and self._session is not None:
+                self._session.lose()
         elif key.startswith(REPORT):
             report = self.faults.sound(key, value, Report)
             if report is not None:

@@ -9,8 +9,8 @@ import errno
 import heapq
 import logging
 import time
-from collections.abc import Callable, Sequence
-from contextlib import closing
+from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import asynccontextmanager, closing
 from itertools import count
 from typing import Protocol
 
@@ -31,6 +31,12 @@ _START, _END = b"", b"\xff"
 _RETRY_FIRST_S = 0.1
 _RETRY_MAX_S = 5.0
 _QUIET_S = 1.0
+# Who rests looks so often whether changes may pass, and whether they still may. After more than so many
+# everything is read anew. If etcd does not answer in time, what was known has to do.
+_LOOK_S = 1.0
+_LOOK_AGAIN_S = 5.0
+_MISSED_MAX = 250
+_WAKE_S = 5.0
 
 
 class Consumer(Protocol):
@@ -55,7 +61,8 @@ class Replica:
     Keys of no known form do not come to consumers: `faults` are told of them. They forget what was wrong
     with a record when it changes. `history`, the first consumer, tells when to trust the data; `names`
     reads names for the consumer that has a tree of them. While nobody waits and `is_depended_on` returns
-    False, changes come many at a time, a little later.
+    False, changes come many at a time, a little later; if it is also `resting` none come, and `rests`
+    counts how often they stopped.
     """
 
     def __init__(
@@ -88,6 +95,8 @@ class Replica:
         self.applied = 0
         self.barriers = 0
         self._ended = False
+        self.rests = 0
+        self._rested: trio.Event | None = None  # changes pass until it is set
         # Everything is to be read anew; who asked for it waits for the event.
         self._reloaded: trio.Event | None = None
         self._watching = trio.CancelScope()
@@ -115,6 +124,7 @@ class Replica:
             return
         self._check_open()
         self._engine.calls.client.moderation.hurry()
+        self._end_rest()
         event, timeout_s = trio.Event(), self._engine.calls.timeout_s
         heapq.heappush(self._waiting, (revision, next(self._order), event))
         with trio.move_on_after(timeout_s):
@@ -170,6 +180,7 @@ class Replica:
         if self._reloaded is None:
             self._reloaded = trio.Event()
             self._watching.cancel()
+            self._end_rest()
         await self._reloaded.wait()
         self._check_open()
 
@@ -179,6 +190,49 @@ class Replica:
             raise unread
         async with self._changing:
             await self._names.learn(unread, self.applied)
+
+    @asynccontextmanager
+    async def resting(self) -> AsyncIterator[None]:
+        """Have nobody look at what consumers know meanwhile. Then they know again all that was acknowledged
+        before, if etcd answers."""
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(self._rest)
+            yield
+            nursery.cancel_scope.cancel()
+        if self._rested is not None:
+            try:
+                with trio.move_on_after(_WAKE_S):
+                    await self.wait_applied(await self._engine.barrier())
+            except OSError as error:
+                log.warning("what changed while nobody looked is not known yet: %s", error)
+            self._end_rest()
+
+    async def rested(self) -> None:
+        """Return unless changes pass: then, when they do not any more."""
+        if self._rested is not None:
+            await self._rested.wait()
+
+    async def _rest(self) -> None:
+        while True:
+            await trio.sleep(_LOOK_S if self._rested is None else _LOOK_AGAIN_S)
+            if not self._may_lag():
+                self._end_rest()
+            elif self._rested is None and not self._changing.locked():
+                self._rested = trio.Event()
+                self._watching.cancel()
+
+    def _end_rest(self) -> None:
+        if self._rested is not None:
+            self._rested.set()
+
+    async def _let_pass(self, rested: trio.Event) -> bool:
+        """Let changes pass until the end of a rest. Return whether they are few. Raises OSError."""
+        self.rests += 1
+        await rested.wait()
+        self._rested = None
+        await self._engine.calls.check_continued()
+        wanted = max((revision for revision, _, _ in self._waiting), default=self.applied)
+        return self._reloaded is None and wanted - self.applied <= _MISSED_MAX
 
     def _may_lag(self) -> bool:
         """Return whether nobody waits for changes, here or elsewhere, and nobody did just now."""
@@ -215,13 +269,15 @@ class Replica:
                         trio.CancelScope() as self._watching,
                         closing(self._engine.watch(_START, _END, before)) as watch,
                     ):
-                        if self._reloaded is not None:
+                        if self._reloaded is not None or self._rested is not None:
                             self._watching.cancel()
                         async for change in watch:
                             await self._follow_change(change)
                         return
+                    if self._rested is not None and await self._let_pass(self._rested):
+                        continue
                 except Compacted as error:
-                    log.warning("%s: reading everything anew", error)
+                    log.info("%s: reading everything anew", error)
                 except WentBack as error:
                     if await self._wait_resolved(error):
                         continue

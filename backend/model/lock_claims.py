@@ -26,7 +26,7 @@ The rules:
    its entries. Bytes are published in the session they were written in, or the publish finds that
    its process lost a lock.
 7. The guard has no lease. Only a host that knows of no other entry deletes it, compared like
-   growing. A guard that is left alone is removed by the mount with the oldest session.
+   growing. A guard that is left alone is removed by any mount that sees it.
 
 Entries of dead hosts end with their leases, which wakes the hosts that wait; nothing is polled.
 """

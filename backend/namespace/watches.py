@@ -47,6 +47,7 @@ class Watches:
         self._require = require
         self._watched: dict[int, _Watch] = {}
         self.in_use = False
+        self.waiting = 0  # calls of `wait`
         # The newest counter: each change has one, and each directory that begins to be watched.
         self.newest = 0
         self._sweep_at = 0.0
@@ -63,10 +64,12 @@ class Watches:
     async def wait(self, directory: int, count: int) -> None:
         """Return when the counter of a directory is not `count`. Raises OSError EAGAIN as `count` does."""
         watch = self._watch(directory)
+        self.waiting += 1
         try:
             while watch.count == count:
                 await watch.waiters.park()
         finally:
+            self.waiting -= 1
             watch.asked_at = time.monotonic()
 
     def changed(

@@ -4,7 +4,7 @@ both stores have."""
 import errno
 import os
 from collections.abc import Awaitable, Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractAsyncContextManager, AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING, Any, Protocol
 
 import trio
@@ -58,6 +58,11 @@ class Store(Protocol):
 
     def retire(self, extent: ContentId) -> None:
         """Free a content that no version names any more, as soon as nothing pins it."""
+
+    def resting(self) -> AbstractAsyncContextManager[None]:
+        """Have nobody look at the namespace meanwhile. Then it has again all that was acknowledged before,
+        if that can be found out."""
+        return nullcontext()
 
     async def learn(self, unread: Unread) -> None:
         """Have the namespace know names that somebody asked for. Raises OSError."""

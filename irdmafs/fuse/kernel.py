@@ -43,6 +43,9 @@ _SPIN_NS: Final = 100_000
 _TURN_NS: Final = 2_000_000
 # Requests that come closer to each other are one burst: wake-ups stay fast.
 _BURST_S: Final = 0.01
+# A mount is not used if nothing is open for writing and nothing was asked for so long: longer than a kernel
+# believes answers about what is not followed (backend/store/remote/leases.py).
+_UNUSED_S: Final = 3.0
 _LOOKING = (Opcode.LOOKUP, Opcode.GETATTR, Opcode.GETXATTR, Opcode.OPEN)
 _LETTING_GO = (Opcode.RELEASE, Opcode.FORGET, Opcode.BATCH_FORGET)
 # Requests that may be answered before releases and forgets that came earlier are carried out.
@@ -72,7 +75,8 @@ class KernelSession:
         self.deferred = deferred = Deferred(filesystem, tasks)
         self.waiting = waiting = WaitingRequests(filesystem.processes, tasks)
         self._rows = Requests(connection, filesystem, notices, deferred, waiting).rows
-        self._learn = filesystem.cache.host.store.learn
+        self._nodes, store = filesystem.cache.nodes, filesystem.cache.host.store
+        self._learn, self._resting = store.learn, store.resting
         self._counts = counts
         self._trace = log.isEnabledFor(logging.DEBUG)
         self._finished = trio.Event()
@@ -106,7 +110,7 @@ class KernelSession:
                 await trio.lowlevel.wait_readable(device)
             if pause.cancelled_caught:
                 wakeups.let_go()
-                await trio.lowlevel.wait_readable(device)
+                await self._await_request()
             if wakeups.enabled and not wakeups.held:
                 wakeups.hold()
             turn_ends = clock() + _TURN_NS
@@ -133,6 +137,19 @@ class KernelSession:
                 if spin_ends > turn_ends:
                     await trio.lowlevel.checkpoint()
                     turn_ends = clock() + _TURN_NS
+
+    async def _await_request(self) -> None:
+        """Return when there is a request, which may take long: while nobody uses the mount it need not know
+        what other hosts change."""
+        device, is_used = self._connection.fd, True
+        while is_used:
+            with trio.move_on_after(_UNUSED_S):
+                await trio.lowlevel.wait_readable(device)
+                return
+            is_written = any(handle.writing for handle in self._nodes.handles.values())
+            is_used = is_written or bool(self.waiting.by_unique)
+        async with self._resting():
+            await trio.lowlevel.wait_readable(device)
 
     def _goes_on(self, error: OSError) -> bool:
         """Return whether requests may come after an error of reading one; if not, the session ends."""

@@ -3,6 +3,7 @@
 import errno
 import queue
 import random
+import shutil
 import threading
 from collections.abc import Coroutine, Iterator, Sequence
 from concurrent.futures import Future
@@ -26,7 +27,8 @@ from irdmafs.backend.cluster.replica import Replica
 from irdmafs.backend.etcd import connection
 from irdmafs.backend.etcd.calls import Watch
 from irdmafs.backend.etcd.engine import EtcdEngine
-from irdmafs.backend.kv import Change, Event, KeyValue, Put, WentBack
+from irdmafs.backend.kv import Change, Delete, Event, KeyValue, Put, WentBack
+from irdmafs.backend.model.records import EPOCH_KEY, Epoch, encode
 from irdmafs.backend.namespace import ROOT_INO
 from irdmafs.backend.namespace.inode import inode_key, name_key
 from irdmafs.backend.unwrap import background
@@ -203,6 +205,77 @@ async def test_changes_come_together_unless_somebody_waits(
         await other.transact((), [Put(b"large", bytes(1 << 20))])  # not received at once
         with trio.fail_after(30):
             await replica.reload()
+
+
+@pytest.mark.parametrize("missed_max", [0, 100])
+async def test_changes_pass_who_rests_and_are_known_afterwards(
+    keys: EtcdKeys, monkeypatch: pytest.MonkeyPatch, missed_max: int
+) -> None:
+    for limit in ("_LOOK_S", "_LOOK_AGAIN_S", "_QUIET_S"):
+        monkeypatch.setattr(hub, limit, 0.0)
+    monkeypatch.setattr(hub, "_MISSED_MAX", missed_max)
+    consumer, is_depended_on = Recorded(), True
+    async with (
+        EtcdEngine(keys.endpoints, keys.prefix) as engine,
+        EtcdEngine(keys.endpoints, keys.prefix) as other,
+        background() as nursery,
+    ):
+        replica = Replica(engine, (consumer,), is_depended_on=lambda: is_depended_on)
+        await replica.start(nursery)
+        async with replica.resting():
+            newest = await other.transact((), [Put(inode_key(2), b"")])
+            while replica.applied < newest:
+                await trio.lowlevel.checkpoint()
+            assert not replica.rests, "somebody depends on it"
+            is_depended_on = False
+            while not replica.rests:
+                await trio.lowlevel.checkpoint()
+            for number in range(3, 20):
+                newest = await other.transact((), [Put(inode_key(number), b"")])
+            assert len(consumer.changes) == 1
+            is_depended_on = True
+            while replica.applied < newest:
+                await trio.lowlevel.checkpoint()
+            is_depended_on = False
+            while replica.rests < 2:
+                await trio.lowlevel.checkpoint()
+            newest = await other.transact((), [Delete(inode_key(2))])
+        assert replica.applied == newest
+        assert [*consumer.records] == [inode_key(number) for number in range(3, 20)]
+        assert len(consumer.changes) == (19 if missed_max else 18)
+
+
+async def test_who_rested_while_a_restored_etcd_was_accepted_begins_a_new_session(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    for limit in ("_LOOK_S", "_QUIET_S"):
+        monkeypatch.setattr(hub, limit, 0.0)
+    session = Mock()
+    with EtcdServer() as server:
+        data = server.directory / "m0"
+        async with EtcdEngine(server.endpoints, b"x/") as engine, background() as nursery:
+            await engine.transact((), [Put(inode_key(2), b"")])
+            server.kill9()
+            shutil.copytree(data, server.directory / "old")
+            server.start()
+            consumer = Recorded()
+            replica = Replica(engine, (consumer,), history=History(engine, session))
+            await replica.start(nursery)
+            await replica.transact((), [Put(inode_key(3), b"")])
+            async with replica.resting():
+                while not replica.rests:
+                    await trio.lowlevel.checkpoint()
+                session.reset_mock()
+                server.kill9()
+                shutil.rmtree(data)
+                shutil.copytree(server.directory / "old", data)
+                server.start()
+                async with EtcdEngine(server.endpoints, b"x/") as other:
+                    await other.transact((), [Put(EPOCH_KEY, encode(Epoch(1, "a", 0)))])
+                    await other.admin.spend(100)
+                    await other.admin.compact(other.revision)
+            session.lose.assert_called_once()
+            assert [*consumer.records] == [inode_key(2)]
 
 
 class Gate:

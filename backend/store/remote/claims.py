@@ -22,6 +22,7 @@ likewise what it deferred; it gives all its claims up, and takes none for longer
 
 import errno
 import logging
+import math
 import time
 from collections import Counter
 from collections.abc import Awaitable, Callable, Iterator
@@ -386,7 +387,7 @@ class Claims(RecordKeeper):
         self._committer = committer
         tick_at = 0.0
         while True:
-            with trio.move_on_after(_TICK_S):
+            with trio.move_on_after(_TICK_S if self._used or self._changed else math.inf):
                 await self.changed()
             now = time.monotonic()
             touched, self._touched = self._touched, set()

@@ -152,9 +152,10 @@ class Cluster(Member):
             )
 
     def _is_depended_on(self) -> bool:
-        """Return whether other hosts may wait until this one knows a change, or programs here."""
-        in_use = self.claims.in_use or self.locks.in_use or self.tree.watches.in_use
-        return in_use or self.leases.count() > 0
+        """Return whether other hosts may wait until this one knows a change, or programs here, or this one
+        for etcd."""
+        in_use = self.claims.in_use or self.locks.in_use or self.leases.count() > 0
+        return in_use or self.tree.watches.waiting > 0 or not self.session.valid()
 
     # -- nodes and groups ------------------------------------------------------------------------
 

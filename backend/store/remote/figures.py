@@ -50,6 +50,7 @@ class ClusterFigures:
 
     applied_revision: int = gauge("Revision of etcd that the replica is at")
     barriers: int = count("Times that etcd was asked whether the replica is up to date")
+    rests: int = count("Times that changes were let pass, as nobody used the mount")
     transactions: int = count("Transactions of etcd")
     followed_directories: int = gauge("Directories that are read without asking etcd")
     claimed_directories: int = gauge("Directories in which files are made without asking etcd")

@@ -461,6 +461,7 @@ class Leases:
         self._nursery.start_soon(self._stay_sure)
         while True:
             await trio.sleep(1.0)
+            await self._member.replica.rested()
             await self._tidy()
 
     async def _tidy(self) -> None:

@@ -8,6 +8,7 @@ claim to what its processes really hold; from then on every growth is a transact
 import errno
 import logging
 import os
+import random
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -408,12 +409,12 @@ class SharedLocks(LockEntries):
         await self._remove_left_behind(now)
 
     async def _remove_left_behind(self, now: float) -> None:
-        """Remove guards that stay because the host that put them died. One mount of the cluster does
-        this."""
+        """Remove guards that stay because the host that put them died. Of all mounts about one a second
+        tries."""
         for ino, since in list(self.left_behind.items()):
             if now - since < _LEFT_BEHIND_S or not self._session.valid():
                 continue
-            if self._session.number == min(self._member.members.sessions, default=0):
+            if random.random() * len(self._member.members.sessions) < 1:
                 with log_failure(log.info, "a guard that was left behind stays for now"):
                     await self._remove(ino)
 

@@ -141,7 +141,7 @@ class RemoteStore:
         self.may_have_published = publisher.may_have_published
         self.bring, self.read_into = versions.bring, versions.read_into
         self.read, self.count_open = self._fetcher.read, versions.count_open
-        self.learn = cluster.replica.learn
+        self.learn, self.resting = cluster.replica.learn, cluster.replica.resting
         self.statvfs = space.statvfs
 
     def before_looks(self, store: Callable[[int], Awaitable[None]]) -> None:
@@ -264,6 +264,7 @@ class RemoteStore:
         looked_up = ClusterFigures(
             applied_revision=cluster.replica.applied,
             barriers=cluster.replica.barriers,
+            rests=cluster.replica.rests,
             transactions=cluster.engine.transactions,
             followed_directories=leases.count(),
             claimed_directories=cluster.claims.count(),
