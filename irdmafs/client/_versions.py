@@ -29,6 +29,7 @@ _NUMBER = re.compile(r"[1-9][0-9]{0,17}", re.ASCII)
 # The name of a draft has the number whose lock holds it.
 _DRAFT = re.compile(r"\.draft-([0-9]+)-.*", re.ASCII)
 _FLAGS = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
+_DIRECTORY = os.O_PATH | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
 # Files that are fetched at once.
 _AT_ONCE = 8
 
@@ -202,14 +203,16 @@ class Versions:
     def _put_aside(self, rest: contextlib.ExitStack) -> None:
         """Move what is to be removed to where nobody looks for it. The `rest` is to remove it there."""
         try:
-            numbers = [str(number) for number in self._numbers()]
+            inside = (self._versions, self._held, self._drafts)
+            versions, held, drafts = (rest.enter_context(_opened(path)) for path in inside)
+            numbers = sorted(filter(_NUMBER.fullmatch, os.listdir(versions)), key=int)
             old, kept = {*numbers[: -self.keep]}, {*numbers[-self.keep :]}
             # By the name of a lock, the old version and the drafts that it holds.
-            left = {number: [self.path(int(number))] for number in old}
-            for name in os.listdir(self._drafts):
+            left = {number: [f"{versions}/{number}"] for number in old}
+            for name in os.listdir(drafts):
                 found = _DRAFT.fullmatch(name)
-                left.setdefault(found[1] if found else name, []).append(f"{self._drafts}/{name}")
-            for name in {*os.listdir(self._held)} - kept:
+                left.setdefault(found[1] if found else name, []).append(f"{drafts}/{name}")
+            for name in {*os.listdir(held)} - kept:
                 left.setdefault(name, [])
         except OSError as error:
             log.warning("old versions in %s stay: %s", self.directory, error)
@@ -217,13 +220,13 @@ class Versions:
         for name, paths in left.items():
             try:
                 with contextlib.ExitStack() as locked:
-                    held = locked.enter_context(self._locked(name, _locks.WRITE, waits=False))
-                    if held < 0:
+                    lock = self._locked(name, _locks.WRITE, held)
+                    if locked.enter_context(lock) < 0:
                         continue  # somebody holds it
                     # Readers lock it, maybe of a version that was published since.
-                    is_used = name not in old and os.path.lexists(f"{self._versions}/{name}")
+                    is_used = name not in old and os.path.lexists(f"{versions}/{name}")
                     for path in paths:
-                        aside = os.path.join(self._drafts, new_name("0"))
+                        aside = f"{drafts}/{new_name('0')}"
                         with contextlib.suppress(FileNotFoundError):
                             # In one change: nobody sees a part of it, and no host that was cut off
                             # publishes the rest.
@@ -231,14 +234,9 @@ class Versions:
                             rest.callback(remove, aside)
                     if not is_used:
                         rest.push(locked.pop_all())
-                        rest.callback(self._unlink_held, name)
+                        rest.callback(_unlink, f"{held}/{name}")
             except OSError as error:
                 log.warning("%s in %s stays: %s", name, self.directory, error)
-
-    def _unlink_held(self, name: str) -> None:
-        # Another host removed it if this one was cut off for too long.
-        with contextlib.suppress(FileNotFoundError):
-            os.unlink(os.path.join(self._held, name))
 
     def _make(self) -> None:
         # The directory itself is not made: where nothing is mounted it would be in a strange place.
@@ -320,10 +318,11 @@ class Versions:
         return False
 
     @contextlib.contextmanager
-    def _locked(self, name: str, kind: int, *, waits: bool = True) -> Iterator[int]:
+    def _locked(self, name: str, kind: int, held: str = "") -> Iterator[int]:
         """Lock the file by which a version or draft is held, which is made if there is none; return its
-        descriptor, or -1 if somebody else has it locked and this does not wait. Raises OSError."""
-        path, flags, owner = os.path.join(self._held, name), _FLAGS, os.getpid()
+        descriptor. In the directory `held`, if given, this does not wait: -1 if somebody else has it
+        locked. Raises OSError."""
+        path, flags, owner = os.path.join(held or self._held, name), _FLAGS, os.getpid()
         if kind == _locks.WRITE:
             flags |= os.O_RDWR
         while True:
@@ -332,7 +331,7 @@ class Versions:
             except FileNotFoundError:
                 fd = os.open(path, flags | os.O_CREAT, 0o666)
             try:
-                if waits:
+                if not held:
                     _locks.lock(fd, kind)
                 elif _locks.is_locked(fd) or not _locks.try_lock(fd, kind):
                     yield -1
@@ -347,6 +346,23 @@ class Versions:
                     with contextlib.suppress(OSError):
                         _locks.lock(fd, _locks.NONE)
                 os.close(fd)
+
+
+@contextlib.contextmanager
+def _opened(directory: str) -> Iterator[str]:
+    """Give a path that leads to a directory whoever has its name by then. Raises OSError for a link: what
+    is removed there would be another user's."""
+    fd = os.open(directory, _DIRECTORY)
+    try:
+        yield f"/proc/self/fd/{fd}"
+    finally:
+        os.close(fd)
+
+
+def _unlink(path: str) -> None:
+    # Another host removed it if this one was cut off for too long.
+    with contextlib.suppress(FileNotFoundError):
+        os.unlink(path)
 
 
 def _in_thread(work: Callable[[], None]) -> threading.Thread | None:

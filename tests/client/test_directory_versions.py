@@ -92,11 +92,11 @@ def test_a_number_is_not_used_again(here: Path, monkeypatch: pytest.MonkeyPatch)
     slow, fast = client.Versions(here), client.Versions(here, keep=1)
     lock = slow._locked
 
-    def late(name: str, kind: int, *, waits: bool = True) -> AbstractContextManager[int]:
+    def late(name: str, kind: int, held: str = "") -> AbstractContextManager[int]:
         if name == "1" and not fast.newest():
             publish(fast, 1, 2)
             assert fast.numbers() == [2]
-        return lock(name, kind, waits=waits)
+        return lock(name, kind, held)
 
     monkeypatch.setattr(slow, "_locked", late)
     publish(slow, 3)
@@ -183,6 +183,27 @@ def test_a_directory_that_is_gone_is_not_one_without_versions(folder: Path) -> N
             client.Versions(folder / name).hold(newer_than=-1, timeout=0),
         ):
             pass
+
+
+@pytest.mark.parametrize("inside", ["versions", ".held", ".drafts"])
+def test_nothing_is_removed_where_a_link_leads(folder: Path, inside: str) -> None:
+    precious = [folder / "precious" / name for name in "1234"]
+    for path in precious:
+        path.mkdir(parents=True)
+        (path / "file").write_bytes(b"f")
+    (folder / "files").mkdir()
+    (folder / "files" / "file").write_bytes(b"f")
+    made = folder / "made"
+    made.mkdir()
+    versions = client.Versions(made, keep=1)
+    for step in range(3):
+        publish(versions, step)
+    versions.numbers()
+    (made / inside).rename(made / "before")
+    (made / inside).symlink_to("../files" if inside == ".held" else "../precious")
+    versions.tidy()
+    assert (folder / "files" / "file").exists()
+    assert sorted(folder.glob("precious/*/file")) == [path / "file" for path in precious]
 
 
 def test_a_file_in_the_place_of_a_draft_is_removed(folder: Path) -> None:
