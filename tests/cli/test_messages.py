@@ -30,6 +30,7 @@ from harness.scratch import mounted_on
 from test_commands import mounted, own
 
 from irdmafs.__main__ import _interrupts_end_silently
+from irdmafs.backend.model.values import meminfo, memory_limit
 from irdmafs.cli import status
 from irdmafs.mount import mounting, stores, users
 from irdmafs.mount_options import MountError, MountOptions
@@ -168,6 +169,9 @@ def test_a_size_that_no_store_can_have_is_refused(place: Path) -> None:
     assert "1M or more" in one_line(irdmafs("mount", place, "--size", "10"))
     line = one_line(irdmafs("mount", place, "--size", "500T"))
     assert "500 TiB is more than this machine has" in line and "--store" in line
+    whole = memory_limit() + meminfo("SwapTotal")
+    line = one_line(irdmafs("mount", place, "--size", str(whole)))
+    assert "beside the mount's own 48.0 MiB" in line
     assert stores.default_store_path(str(place)) is None
 
 
