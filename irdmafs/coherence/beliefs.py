@@ -221,7 +221,7 @@ class Beliefs:
     # -- telling the kernel ------------------------------------------------------------------------
 
     def _forget(self, *, names: bool, inodes: Iterable[int]) -> None:
-        nodes = [node.id for ino in inodes for node in self._nodes.of(ino) if node.lookups > 0]
+        nodes = [one for ino in inodes for one in self._nodes.of(ino) if one.shown and one.lookups]
         self.told_inodes += len(nodes)
         if names:
             self.epochs += 1

@@ -25,7 +25,9 @@ class KernelCache(ABC):
     tells_of_signals = False
 
     def __init__(self) -> None:
-        self._expiring = trio.CapacityLimiter(1)
+        # Names that the kernel is still to be told of, each once, and whether a task does that.
+        self._expired: dict[Name, None] = {}
+        self._is_telling = False
 
     @property
     def can_forget(self) -> bool:
@@ -42,7 +44,10 @@ class KernelCache(ABC):
 
     def invalidate_attributes(self, node: Node) -> None:
         """Make the kernel ask for a node's attributes before it shows them again."""
+        if not node.shown:
+            return  # it asks anyway
         node.outdated = node.lookups > 0 and not self.forget_attributes(node)
+        node.shown = node.outdated
         if node.outdated:
             self.start_soon(self._invalidate_later, node)
 
@@ -60,18 +65,22 @@ class KernelCache(ABC):
         """Make the kernel look these names up again before their next use. Where it has to lock their
         directories for that, nobody may wait: programs that wait for us may have locked them. `only`: no
         other name, for a filesystem that is stacked on this one may never find that again."""
-        self.start_soon(self._expire_each, names)
+        self._expired.update(dict.fromkeys(names))
+        if not self._is_telling:
+            self._is_telling = self.start_soon(self._expire_each)
 
-    async def _expire_each(self, names: list[Name]) -> None:
-        async with self._expiring:  # other work needs threads, too
-            for name in names:
-                await self.expire_name(*name)
+    async def _expire_each(self) -> None:
+        while self._expired:
+            name = next(iter(self._expired))
+            del self._expired[name]  # it may expire again while the kernel is told
+            await self.expire_name(*name)
+        self._is_telling = False
 
     @abstractmethod
     async def expire_name(self, parent: int, name: bytes) -> None:
         """Return when the kernel will look the name up again before its next use."""
 
-    def forget(self, nodes: Iterable[int], *, names: bool) -> None:
+    def forget(self, nodes: Iterable[Node], *, names: bool) -> None:
         """Make the kernel ask for the attributes of these nodes and, with `names`, look every name up again
         before its next use. Answers on their way into the kernel count as old, too."""
 

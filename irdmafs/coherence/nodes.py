@@ -27,8 +27,9 @@ class Node:
 
     `promised` counts opens that are on their way here. `cached` is the mode of the present opens: through
     the daemon and the page cache, not passthrough. `backing_extent` is the extent of the kernel's
-    `backing_id`, and `read_ns` its access time when that was looked at. `outdated`: the kernel has yet to
-    be told that the attributes of its first answer are.
+    `backing_id`, and `read_ns` its access time when that was looked at. `shown`: the kernel was told
+    attributes, or an ACL, that it may keep; `outdated`: it has yet to be told that those of its first
+    answer are.
     """
 
     id: int
@@ -36,6 +37,7 @@ class Node:
     lookups: int = 0
     opens: int = 0
     promised: int = 0
+    shown: bool = False
     outdated: bool = False
     content: Content | None = None
     cached: bool = False

@@ -85,9 +85,12 @@ class Routes(OnHost):
         node = self._nodes.main.get(inode.ino)
         if node is None:
             return self._nodes.add(inode)
-        if (node.opens or node.promised) and not self._shows_current(node, inode):
+        if (node.opens or node.promised) and node.content is not None:
+            current = self._sharing.current(inode)
+            if node.content is current:
+                return node
             for node in self._nodes.of(inode.ino):
-                if self._shows_current(node, inode):
+                if not node.is_bound or node.content in (None, current):
                     break
             else:
                 node = self._add_node(inode)
@@ -128,12 +131,6 @@ class Routes(OnHost):
             if promise.name == name and not promise.is_old:
                 return promise
         return None
-
-    def _shows_current(self, node: Node, inode: Inode) -> bool:
-        if not node.is_bound:
-            return True
-        content = node.content
-        return content is None or content is self._sharing.current(inode)
 
     def names_are_stable(self, ino: int) -> bool:
         """Return whether the kernel may keep the answer of a lookup: every thread gets the same node."""

@@ -110,13 +110,13 @@ class Notices(KernelCache):
     async def expire_name(self, parent: int, name: bytes) -> None:
         await self._tell_in_thread(wire.inval_entry(parent, name))
 
-    def forget(self, nodes: Iterable[int], *, names: bool) -> None:
+    def forget(self, nodes: Iterable[Node], *, names: bool) -> None:
         # Neither takes a lock: a thread that waited for one could keep a killed daemon's mount alive.
         # Names that were told before a filesystem was mounted here are over in a second.
         if names and self.can_forget:
             self._connection.tell(wire.inc_epoch())
-        for node_id in nodes:
-            self._connection.tell(wire.inval_inode(node_id, -1, 0))
+        for node in nodes:
+            node.shown = not self.forget_attributes(node)
 
     async def forget_content(self, node: Node) -> None:
         await self._tell_in_thread(wire.inval_inode(node.id, 0, 0))

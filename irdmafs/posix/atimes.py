@@ -93,7 +93,7 @@ class Atimes:
         self._read.pop(inode.ino, None)
         seconds, rest = divmod(inode.atime_ns, _SECOND_NS)
         times = _TIMES.pack(seconds, rest, 0, _UTIME_OMIT)
-        nodes = self._may_be_read.get(inode.ino, ())
+        nodes = self._showing(inode.ino)
         for extent in {inode.extent, *(node.backing_extent for node in nodes)} - {NO_CONTENT}:
             path = os.fsencode(self._extents.path(extent))
             if _libc.utimensat(_AT_FDCWD, path, times, 0) == 0:
@@ -104,10 +104,16 @@ class Atimes:
     def _look(self, ino: int) -> None:
         """Look at the extents of an inode that may have been read."""
         nodes = self._may_be_read[ino]
-        for node in [*nodes]:
+        for node in self._showing(ino):
             self._look_at(node)
             if not node.is_bound:
                 self._forget(node, nodes)
+
+    def _showing(self, ino: int) -> list[Node]:
+        """Return the nodes of an inode that may have been read, without those of old versions: there may be
+        thousands, and reads of these count when the last one closes."""
+        nodes = self._may_be_read.get(ino, ())
+        return [node for node in nodes if node.content is None or not node.content.state.ended]
 
     def _look_at(self, node: Node) -> None:
         try:

@@ -75,6 +75,7 @@ class Metadata(Operations):
         if inode.is_dir and inode.ino in self._unread:
             entry.st_nlink = 1  # as on btrfs: not known
         node.told = privileges_of(inode) if mode & SET_IDS or inode.xattrs else 0
+        node.shown = True
         entry.st_uid = inode.uid if options.uid is None else options.uid
         entry.st_gid = inode.gid if options.gid is None else options.gid
         entry.st_rdev = inode.rdev

@@ -154,6 +154,8 @@ class Xattrs(Part):
     async def getxattr(self, inode: int, name: bytes, ctx: Caller) -> bytes:
         found = self._nodes.inode_of(inode)
         self._refuse_unknown_xattr(name)
+        if name in acl.NAMES:
+            self._nodes.by_id[inode].shown = True
         value = found.xattrs.get(name)
         if value is not None:
             return value

@@ -1,5 +1,6 @@
 """Versions in detail: how each way of changing a file publishes, and what stat and xattrs then show."""
 
+import contextlib
 import errno
 import itertools
 import os
@@ -160,3 +161,38 @@ def test_attributes_that_tell_are_not_listed_nor_set_nor_of_another_kind_of_file
             os.setxattr(path, f"user.irdmafs.{name}", b"7")
         with fails_with(errno.ENODATA):
             os.getxattr(folder if path == file else file, f"user.irdmafs.{name}")
+
+
+def _write_calls(pid: int) -> int:
+    found = dict(line.split(": ") for line in Path(f"/proc/{pid}/io").read_text().splitlines())
+    return int(found["syscw"])
+
+
+def test_a_version_costs_no_more_where_thousands_of_old_ones_are_open(
+    mount: Mount, file: Path
+) -> None:
+    """The kernel is told of nothing that it does not keep: not of each old version at each new one."""
+    with contextlib.ExitStack() as opened:
+        for number in range(500):
+            file.write_bytes(b"%d" % number)
+            opened.enter_context(open(file, "rb"))
+        before = _write_calls(mount.pid)
+        for number in range(20):
+            file.write_bytes(b"%d" % number)
+        assert _write_calls(mount.pid) - before < 20 * 100
+        assert file.stat().st_size == 2
+
+
+def test_a_file_with_many_names_takes_no_more_memory_with_each_version(
+    mount: Mount, folder: Path, file: Path
+) -> None:
+    file.write_bytes(b"0")
+    for number in range(2000):
+        os.link(file, folder / f"{number}")
+    with open(file, "rb"):
+        for number in range(20):
+            file.write_bytes(b"%d" % number)  # a second node begins
+        before = mount.status()["daemon_rss_bytes"]
+        for number in range(200):
+            file.write_bytes(b"%d" % number)
+        assert mount.status()["daemon_rss_bytes"] - before < 20 << 20
