@@ -329,6 +329,7 @@ class Versions:
             try:
                 fd = look_up(os.open, path, flags)
             except FileNotFoundError:
+                self._make()  # a program may have named a directory as a version
                 fd = os.open(path, flags | os.O_CREAT, 0o666)
             try:
                 if not held:
