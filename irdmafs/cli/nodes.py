@@ -258,32 +258,34 @@ def prefetch(paths: tuple[str, ...]) -> None:
     """
     from concurrent.futures import ThreadPoolExecutor, as_completed
 
-    from ..client._drafts import files_below
+    from ..client._drafts import below
     from ..client._versions import open_once
     from .cluster_status import Progress
 
-    def is_here(file: str) -> bool:
+    failed = list[OSError]()
+
+    def fail(error: OSError) -> None:
+        say(f"{error.filename}: {reason(error)}", err=True)
+        failed.append(error)
+
+    def fetch(file: str) -> None:
         try:
             open_once(file)
         except OSError as error:
-            say(f"{file}: {reason(error)}", err=True)
-            return False
-        return True
+            fail(error)
 
+    files = set[str]()
     for path in paths:
         ask(path, "", "prefetch", "it does not answer")
-    files = {
-        file for path in paths for file in (files_below(path) if os.path.isdir(path) else [path])
-    }
-    failed = 0
+        files.update(below(path, fail)[1] if os.path.isdir(path) else [path])
     with Progress("fetching", "files", len(files)) as bar:
         pool = ThreadPoolExecutor(_PREFETCHED_AT_ONCE)
         try:
-            opening = [pool.submit(is_here, file) for file in files]
+            opening = [pool.submit(fetch, file) for file in files]
             for done, future in enumerate(as_completed(opening), 1):
-                failed += not future.result()
+                future.result()
                 bar.update(done)
         finally:
             pool.shutdown(cancel_futures=True)
     if failed:
-        raise MountError(f"could not fetch {counted(failed, 'file')}")
+        raise MountError(f"could not fetch {counted(len(failed), 'file')}")

@@ -65,7 +65,7 @@ def _versions(directory: str, **options: int) -> Versions:
 
 def _versions_in(directory: str) -> dict[str, Any]:
     """Return what is told of the versions in a directory, the newest first."""
-    from ..client._drafts import files_below
+    from ..client._drafts import below
 
     found, made = list[dict[str, Any]](), _versions(directory)
     for number in reversed(made.numbers()):
@@ -73,7 +73,8 @@ def _versions_in(directory: str) -> dict[str, Any]:
             state = "held" if made.is_held(number) else "kept" if found else "current"
             # It was renamed when it was published.
             when_ns = os.stat(made.path(number)).st_ctime_ns
-            size = sum(os.lstat(file).st_size for file in files_below(made.path(number)))
+            _, files = below(made.path(number), lambda error: None)  # maybe of another user
+            size = sum(os.lstat(file).st_size for file in files)
             found.append({"version": number, "state": state, "size": size, "mtime_ns": when_ns})
     return {"ino": os.stat(directory).st_ino, "versions": found}
 

@@ -11,7 +11,7 @@ from typing import TypeVar
 
 import numpy as np
 
-from ._drafts import files_below
+from ._drafts import below
 from ._dtypes import Array
 from ._files import FormatError
 from ._store import SAFETENSORS, Store
@@ -23,7 +23,7 @@ def differences(old: str, new: str) -> Iterator[tuple[str, str]]:
     """Yield what came ("+"), went ("-") or changed ("~") between two directories: the path of a file from
     there, or the name of a tensor of a .safetensors file as ``Store`` knows it. Names of one inode are
     not read. Raises OSError."""
-    files = ({os.path.relpath(file, top): file for file in files_below(top)} for top in (old, new))
+    files = ({os.path.relpath(file, top): file for file in below(top)[1]} for top in (old, new))
     for sign, name in _compared(_are_equal, *files):
         yield sign, name
         if sign == "~" and name.endswith(SAFETENSORS):

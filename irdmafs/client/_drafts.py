@@ -11,7 +11,8 @@ import os
 import secrets
 import shutil
 import stat
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from itertools import groupby
 from typing import NamedTuple
 
 from ._files import NO_XATTR, RENAME_EXCHANGE, StrPath, look_up, open_to_read, rename
@@ -84,11 +85,17 @@ def remove(path: str) -> None:
     """Remove a file, or a directory with all that is in it as far as that is possible, if it is there. What
     stays is logged."""
     try:
-        if stat.S_ISDIR(os.lstat(path).st_mode):
-            shutil.rmtree(path, ignore_errors=True)
-            os.rmdir(path)  # fails: it has gone, or the error says why not
-        else:
+        if not stat.S_ISDIR(os.lstat(path).st_mode):
             os.unlink(path)
+            return
+        with contextlib.suppress(RecursionError):
+            shutil.rmtree(path, ignore_errors=True)
+        # It has gone; or it is very deep, or the error says why not.
+        folders, others = below(path)
+        for other in others:
+            os.unlink(other)
+        for folder in reversed(folders):
+            os.rmdir(folder)
     except FileNotFoundError:
         pass
     except OSError as error:
@@ -105,14 +112,27 @@ def refuse_unfinished(directory: str) -> None:
             return
         raise
     if ino:
-        paths = (path for path in files_below(directory) if os.lstat(path).st_ino == ino)
+        paths = (path for path in below(directory)[1] if os.lstat(path).st_ino == ino)
         name = os.path.relpath(next(paths, directory), directory)
         raise OSError(errno.EBUSY, f"{name} is still being written", directory)
 
 
-def files_below(directory: str) -> list[str]:
-    """Return the paths of all that is below a directory and is no directory."""
-    return [os.path.join(at, name) for at, _, names in os.walk(directory) for name in names]
+def below(
+    directory: str, failed: Callable[[OSError], object] | None = None
+) -> tuple[list[str], list[str]]:
+    """Return the paths of a directory and all directories below it, each before those in it, and of
+    everything else there. Raises OSError if one cannot be read, unless `failed` is told of it."""
+    folders, others = [directory], list[str]()
+    for folder in folders:
+        try:
+            with contextlib.suppress(FileNotFoundError), look_up(os.scandir, folder) as entries:
+                for entry in entries:
+                    (folders if entry.is_dir(follow_symlinks=False) else others).append(entry.path)
+        except OSError as error:
+            if failed is None:
+                raise
+            failed(error)
+    return folders, others
 
 
 class Cloned(NamedTuple):
@@ -137,51 +157,55 @@ def clone(source: StrPath, target: StrPath) -> Cloned:
         raise OSError(errno.EINVAL, "It is in what is to be copied", target)
     copying = Copying()
     with _aside(target) as place:
-        copying.copy({place: source}, os.path.dirname(place))
+        copying.copy(source, place)
     shared, copied = copying.shared, copying.copied
     return Cloned(len(shared), sum(shared), len(copied), sum(copied))
 
 
 class Copying:
-    """Copies files and directories; has the sizes of files that share their bytes, and of others."""
+    """Copies files and directories; has the sizes of files that share their bytes, and of others. With
+    `links` a copy of a file is another name of it."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, links: bool = False) -> None:
         self.shared = list[int]()
         self.copied = list[int]()
+        self._links = links
 
-    def copy_all(self, source: str, target: str) -> None:
-        """Copy all that is in a directory into another one. Raises OSError."""
-        names = os.listdir(source)
-        self.copy({f"{target}/{name}": f"{source}/{name}" for name in names}, target)
+    def copy(self, source: str, target: str, *, inside: bool = False) -> None:
+        """Copy a file or directory; `inside`: what is in a directory, into another one. Raises OSError."""
+        folders, others = below(source) if _is_directory(source) else ([], [source])
+        del folders[:inside]
+        cut = len(source.rstrip("/"))
+        for folder in folders:
+            os.mkdir(target + folder[cut:])
+        for _, paths in groupby(others, os.path.dirname):
+            files = list[_File]()
+            for path in paths:
+                status, made = os.lstat(path), target + path[cut:]
+                if self._links:
+                    os.link(path, made, follow_symlinks=False)
+                elif stat.S_ISREG(status.st_mode):
+                    files.append((path, made, status))
+                else:
+                    if stat.S_ISLNK(status.st_mode):
+                        os.symlink(os.readlink(path), made)
+                    else:
+                        os.mknod(made, status.st_mode, status.st_rdev)
+                    _keep_attributes(path, made, status)
+            for first in range(0, len(files), _TOGETHER):
+                self._copy_files(files[first : first + _TOGETHER])
+        for folder in reversed(folders):
+            _keep_attributes(folder, target + folder[cut:], os.lstat(folder))
 
-    def copy(self, sources: Mapping[str, str], directory: str) -> None:
-        """Copy what is under paths to other ones in a directory, by which they are given."""
-        files = list[_File]()
-        for made, path in sources.items():
-            status = os.lstat(path)
-            if stat.S_ISREG(status.st_mode):
-                files.append((path, made, status))
-                continue
-            if stat.S_ISDIR(status.st_mode):
-                os.mkdir(made)
-                self.copy_all(path, made)
-            elif stat.S_ISLNK(status.st_mode):
-                os.symlink(os.readlink(path), made)
-            else:
-                os.mknod(made, status.st_mode, status.st_rdev)
-            _keep_attributes(path, made, status)
-        for first in range(0, len(files), _TOGETHER):
-            self._copy_files(files[first : first + _TOGETHER], directory)
-
-    def _copy_files(self, files: Sequence[_File], directory: str) -> None:
+    def _copy_files(self, files: Sequence[_File]) -> None:
         """Have files share their bytes, together or else in smaller groups; copy one that cannot."""
-        if _share(files, directory):
+        if _share(files):
             self.shared += [status.st_size for _, _, status in files]
             return
         if len(files) > 1:
             some = -(-len(files) // _GROUPS)
             for first in range(0, len(files), some):
-                self._copy_files(files[first : first + some], directory)
+                self._copy_files(files[first : first + some])
             return
         ((path, made, status),) = files
         with (
@@ -194,8 +218,9 @@ class Copying:
         self.copied.append(status.st_size)
 
 
-def _share(files: Sequence[_File], directory: str) -> bool:
+def _share(files: Sequence[_File]) -> bool:
     """Have the mount make copies in a directory that share their bytes. Return whether it did."""
+    directory = os.path.dirname(files[0][1])
     device = os.stat(directory).st_dev
     if any(status.st_dev != device for _, _, status in files):
         return False  # another filesystem would take the attribute for one to keep

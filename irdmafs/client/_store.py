@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import os
 import stat
@@ -55,19 +56,20 @@ def walk(root: str, prefix: str) -> Iterator[str]:
 
     Raises OSError where a directory cannot be read; one that vanishes meanwhile is passed over.
     """
-    try:
-        entries = look_up(os.scandir, os.path.join(root, prefix))
-    except FileNotFoundError:
-        return
-    with entries:
-        for entry in entries:
-            path = f"{prefix}/{entry.name}" if prefix else entry.name
-            is_array = entry.name.endswith((NPY, SAFETENSORS))
-            if entry.is_dir(follow_symlinks=False):
-                if not entry.name.endswith(SAFETENSORS):
-                    yield from walk(root, path)
-            elif is_array and entry.is_file() and _size(entry):
-                yield path
+    folders = [prefix]
+    for folder in folders:
+        with (
+            contextlib.suppress(FileNotFoundError),
+            look_up(os.scandir, os.path.join(root, folder)) as entries,
+        ):
+            for entry in entries:
+                path = f"{folder}/{entry.name}" if folder else entry.name
+                is_array = entry.name.endswith((NPY, SAFETENSORS))
+                if entry.is_dir(follow_symlinks=False):
+                    if not entry.name.endswith(SAFETENSORS):
+                        folders.append(path)
+                elif is_array and entry.is_file() and _size(entry):
+                    yield path
 
 
 def _size(entry: os.DirEntry[str]) -> int:

@@ -7,7 +7,6 @@ import errno
 import logging
 import os
 import re
-import shutil
 import stat
 import threading
 import time
@@ -18,7 +17,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from . import _locks
-from ._drafts import Copying, files_below, new_name, refuse_unfinished, remove
+from ._drafts import Copying, below, new_name, refuse_unfinished, remove
 from ._files import RENAME_NOREPLACE, StrPath, look_up, open_to_read, rename
 from ._waiting import Seen, wait
 
@@ -107,7 +106,7 @@ class Versions:
         with self._drafted() as path:
             if base is not None:
                 with self.hold(base) as old:
-                    Copying().copy_all(old.path, path)
+                    Copying().copy(old.path, path, inside=True)
             yield path
             self._publish(path, expected)
         self._tidy_later()
@@ -167,8 +166,7 @@ class Versions:
         another copy of their bytes. Nothing is removed. Raises OSError as publish() does, and
         FileNotFoundError."""
         with self.hold(number) as old, self._drafted() as path:
-            link = partial(os.link, follow_symlinks=False)
-            shutil.copytree(old.path, path, symlinks=True, copy_function=link, dirs_exist_ok=True)
+            Copying(links=True).copy(old.path, path, inside=True)
             return self._publish(path, expected)
 
     def tidy(self) -> None:
@@ -389,7 +387,7 @@ def _fetch_beside(directory: str) -> Iterator[None]:
     """Have the mount fetch all files of a directory, in threads. The iterator ends when they are here; it
     raises OSError."""
     threads = ThreadPoolExecutor(_AT_ONCE, thread_name_prefix="irdmafs-fetch")
-    fetched = threads.map(open_once, files_below(directory))
+    fetched = threads.map(open_once, below(directory)[1])
     threads.shutdown(wait=False)
     return fetched
 

@@ -4,7 +4,10 @@ import errno
 import json
 import os
 import stat
+import subprocess
+import sys
 import threading
+from collections.abc import Iterator
 from contextlib import AbstractContextManager, ExitStack
 from pathlib import Path
 from unittest.mock import Mock
@@ -20,6 +23,7 @@ from harness.seeds import seeded
 
 from irdmafs import client
 from irdmafs.client import _locks
+from irdmafs.client._differences import differences
 from irdmafs.client._files import RENAME_NOREPLACE, rename
 
 KILLS = 5
@@ -268,17 +272,45 @@ def test_a_version_may_have_files_of_all_kinds(folder: Path) -> None:
     for kinds in ((stat.S_IFIFO, stat.S_IFSOCK), (stat.S_IFIFO, stat.S_IFSOCK), (0, stat.S_IFIFO)):
         with versions.draft() as directory:
             os.symlink("nowhere", f"{directory}/link")
+            os.symlink("/dev" if kinds[0] else "/", f"{directory}/top")
             for number, kind in enumerate(kinds):
                 os.mknod(f"{directory}/{number}", kind | 0o600)
     with versions.hold(2, local=True) as version:
-        assert sorted(os.listdir(version.path)) == ["0", "1", "link"]
-    assert [irdmafs("diff", folder, "2", new).stdout for new in ("1", "3")] == ["", "~ 0\n~ 1\n"]
+        assert sorted(os.listdir(version.path)) == ["0", "1", "link", "top"]
+    told = [irdmafs("diff", folder, "2", new).stdout for new in ("1", "3")]
+    assert told == ["", "~ 0\n~ 1\n~ top\n"]
+
+
+@pytest.fixture
+def recursion_limit() -> Iterator[int]:
+    """Let Python's calls go no deeper than this, which leaves room for what pytest and the client call."""
+    before, limit = sys.getrecursionlimit(), 300
+    sys.setrecursionlimit(limit)
+    yield limit
+    sys.setrecursionlimit(before)
+
+
+def test_a_version_may_be_deeper_than_python_recurses(folder: Path, recursion_limit: int) -> None:
+    versions, deep = client.Versions(folder, keep=1), "/".join("d" * recursion_limit)
+    with versions.draft() as directory:
+        subprocess.run(["mkdir", "-p", f"{directory}/{deep}"], check=True)
+        Path(directory, deep, "file.npy").write_bytes(b"1")
+    with versions.hold(1, local=True):
+        assert client.clone(versions.path(1), folder / "made") == (1, 1, 0, 0)
+        versions.publish(folder / "made")
+        assert versions.roll_back(1) == 3
+        assert list(differences(versions.path(1), versions.path(3))) == []
+        assert list(client.open(versions.path(3))) == [f"{deep}/file"]
+    versions.tidy()
+    assert os.listdir(folder / ".drafts") == []
+    assert versions.numbers() == [3]
 
 
 PUBLISH = """
 import os
 from irdmafs import client
 from irdmafs.client import _locks
+from irdmafs.client._differences import differences
 from irdmafs.client._files import RENAME_NOREPLACE, rename
 versions = client.Versions(place, keep=2)
 while True:
