@@ -38,7 +38,7 @@ from ..posix import quotas
 from ..posix.atimes import Atimes
 from ..posix.filesystem import Filesystem
 from ..posix.locking import Locking
-from ..posix.superblock import Superblock
+from ..posix.metadata import Superblock
 from . import mounting
 
 if TYPE_CHECKING:

@@ -20,9 +20,9 @@ from ..backend.namespace.inode import is_name
 from ..callers.processes import CAP_CHOWN, Credentials
 from ..inline import detach
 from .calls import Caller
+from .metadata import Part, Superblock
 from .permissions import SEARCH, SET_IDS, refuse_access
 from .since import Since
-from .superblock import Part, Superblock
 
 _CODE_BYTES: Final = 16
 _FILES_MAX: Final = 500
@@ -34,7 +34,6 @@ class Clones(Part):
     def __init__(self, block: Superblock, since: Since) -> None:
         super().__init__(block)
         self._since = since
-        self._options = block.options
         self._key = secrets.token_bytes(32)
 
     async def ticket(self, node_id: int, ctx: Caller) -> bytes:

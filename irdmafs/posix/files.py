@@ -20,9 +20,9 @@ from ..inline import detach
 from .calls import OFFSET_MAX, Attributes, Caller, refuse_other_than_file
 from .lock_tables import Lock
 from .locking import Locking
+from .metadata import Part, Superblock
 from .permissions import SET_IDS, Closer, privileges_of
 from .since import Since
-from .superblock import Part, Superblock
 from .waits import Waits
 
 # Others may remove a name and make it again each time that it is found taken.

@@ -8,9 +8,9 @@ asks for fallocate, lseek, copy_file_range, locks and tmpfile: pyfuse3 has no na
 from .clones import Clones
 from .files import Files
 from .locking import Locking
+from .metadata import Superblock
 from .names import Names
 from .since import Since
-from .superblock import Superblock
 from .waits import Waits
 from .xattrs import Status, Xattrs
 

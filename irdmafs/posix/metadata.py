@@ -21,30 +21,48 @@ from .permissions import CAPABILITY, SET_IDS, mode_left, privileges_of, refuse_s
 _GENERATION: Final = 2**31 - 1
 
 
-class Operations:
-    """The base of the operations about one thing: the objects of one mounted filesystem."""
+class Superblock:
+    """One mounted filesystem: its contents, what the kernel may believe, access times, and the attributes
+    that nodes show."""
 
     def __init__(
         self, cache: Cache, coherence: Coherence, atimes: Atimes, options: MountOptions
     ) -> None:
-        self._cache = cache
-        self._store = cache.host.store
+        self.cache = cache
+        self.coherence = coherence
+        self.atimes = atimes
+        self.options = options
+        self.metadata = Metadata(self)
+
+
+class _Operations:
+    """The base of all operations: the objects that they work on."""
+
+    def __init__(self, block: Superblock) -> None:
+        self._cache = block.cache
+        self._store = block.cache.host.store
         self._namespace = self._store.namespace
         self._inodes = self._namespace.inodes
-        self._nodes = cache.nodes
-        self._processes = cache.processes
-        self._coherence = coherence
-        self._atimes = atimes
-        self._options = options
+        self._nodes = block.cache.nodes
+        self._processes = block.cache.processes
+        self._coherence = block.coherence
+        self._atimes = block.atimes
+        self._options = block.options
 
 
-class Metadata(Operations):
+class Part(_Operations):
+    """The operations about one thing, which show the attributes of nodes."""
+
+    def __init__(self, block: Superblock) -> None:
+        super().__init__(block)
+        self._metadata = block.metadata
+
+
+class Metadata(_Operations):
     """Shows and changes what stat(2) and statfs(2) show, and makes the kernel ask for it again."""
 
-    def __init__(
-        self, cache: Cache, coherence: Coherence, atimes: Atimes, options: MountOptions
-    ) -> None:
-        super().__init__(cache, coherence, atimes, options)
+    def __init__(self, block: Superblock) -> None:
+        super().__init__(block)
         self._unread = self._namespace.tree.known.unread
 
     # -- shown -----------------------------------------------------------------------------------

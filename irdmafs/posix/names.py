@@ -15,8 +15,8 @@ from ..coherence.nodes import INO_BITS, Handle
 from ..inline import detach
 from .calls import Attributes, Caller
 from .locking import Locking
+from .metadata import Part, Superblock
 from .since import Since
-from .superblock import Part, Superblock
 
 # In every directory of a cluster, though no listing has it: a view of its files for programs that open them
 # as this mount knows them, and keep no references to their pages (docs/mount.md).

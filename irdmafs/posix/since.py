@@ -23,8 +23,8 @@ from ..backend.namespace import FIRST_VIRTUAL_INO, Inode, fail
 from ..backend.namespace.attributes import AWAITS, awaits_timeout_s
 from ..inline import detach
 from .calls import Attributes, Caller
+from .metadata import Part, Superblock
 from .permissions import LIST, SEARCH, refuse_access
-from .superblock import Part, Superblock
 from .waits import Waits
 
 if TYPE_CHECKING:

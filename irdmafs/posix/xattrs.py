@@ -30,9 +30,9 @@ from ..inline import detach
 from . import quotas
 from .calls import Caller
 from .clones import Clones
+from .metadata import Part, Superblock
 from .permissions import privileges_of
 from .quotas import USED_BYTES, USED_INODES
-from .superblock import Part, Superblock
 from .waits import Waits
 
 log = logging.getLogger(__name__)

@@ -52,7 +52,7 @@ from irdmafs.mount_options import MountOptions
 from irdmafs.posix.atimes import Atimes
 from irdmafs.posix.filesystem import Filesystem
 from irdmafs.posix.locking import Locking
-from irdmafs.posix.superblock import Superblock
+from irdmafs.posix.metadata import Superblock
 
 ROOT = 1
 NO_REPLY = (Opcode.FORGET, Opcode.BATCH_FORGET, Opcode.INTERRUPT)
