@@ -232,7 +232,8 @@ class Versions:
                             rest.callback(remove, aside)
                     if not is_used:
                         rest.push(locked.pop_all())
-                        rest.callback(_unlink, f"{held}/{name}")
+                        # Another host removed it if this one was cut off for too long.
+                        rest.callback(Path(held, name).unlink, missing_ok=True)
             except OSError as error:
                 log.warning("%s in %s stays: %s", name, self.directory, error)
 
@@ -356,12 +357,6 @@ def _opened(directory: str) -> Iterator[str]:
         yield f"/proc/self/fd/{fd}"
     finally:
         os.close(fd)
-
-
-def _unlink(path: str) -> None:
-    # Another host removed it if this one was cut off for too long.
-    with contextlib.suppress(FileNotFoundError):
-        os.unlink(path)
 
 
 def _in_thread(work: Callable[[], None]) -> threading.Thread | None:

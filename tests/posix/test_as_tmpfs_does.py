@@ -172,32 +172,40 @@ def answer(path: Path, call: Callable[[int], object]) -> str:
         return error_of(lambda: call(fd))
 
 
-# linux/fs.h: a file's block on its device, the identity of a filesystem. linux/fcntl.h: seals of a file.
+# linux/fs.h: a file's block on its device, the identity of a filesystem, get and set flags, also with a
+# project. linux/fcntl.h: seals of a file.
 FIBMAP, FS_IOC_GETFSUUID, F_GET_SEALS = 1, 0x80111500, 1034
+FLAGS = {"GETFLAGS": 0x80086601, "SETFLAGS": 0x40086602}
+FLAGS |= {"FSGETXATTR": 0x801C581F, "FSSETXATTR": 0x401C5820}
+
+
+def control(command: int, size: int) -> Callable[[int], object]:
+    return lambda fd: fcntl.ioctl(fd, command, bytes(size))
+
+
+# Calls on a directory, and on an empty file, with the answers of a tmpfs and of a mount.
+OTHERWISE: dict[str, tuple[str, Callable[[int], object], str, str]] = {
+    "SEEK_DATA": (".", lambda fd: os.lseek(fd, 0, os.SEEK_DATA), "EINVAL", "ENXIO"),
+    "SEEK_END": (".", lambda fd: os.lseek(fd, 0, os.SEEK_END), "EINVAL", "ok"),
+    "GETFSUUID": (".", control(FS_IOC_GETFSUUID, 17), "ok", "ENOTTY"),
+    "FIBMAP": ("file", control(FIBMAP, 4), "EINVAL", "ok"),
+    "seals": ("file", lambda fd: fcntl.fcntl(fd, F_GET_SEALS), "ok", "EINVAL"),
+    **{
+        f"{name} of {path}": (path, control(command, 28), "ok", "ENOTTY")
+        for name, command in FLAGS.items()
+        for path in (".", "file")
+    },
+}  # fmt: skip
 
 
 @SHOWN
-@pytest.mark.parametrize(
-    ("call", "of_tmpfs", "here"),
-    [
-        (lambda fd: os.lseek(fd, 0, os.SEEK_DATA), "EINVAL", "ENXIO"),
-        (lambda fd: os.lseek(fd, 0, os.SEEK_END), "EINVAL", "ok"),
-        (lambda fd: fcntl.ioctl(fd, FS_IOC_GETFSUUID, bytes(17)), "ok", "ENOTTY"),
-    ],
-    ids=["SEEK_DATA", "SEEK_END", "FS_IOC_GETFSUUID"],
-)
-def test_calls_on_a_directory_that_the_kernel_answers_another_way(
-    folder: Path, tmpfs: Path, call: Callable[[int], object], of_tmpfs: str, here: str
-) -> None:
-    assert [answer(place, call) for place in (tmpfs, folder)] == [of_tmpfs, here]
-
-
-@SHOWN
-def test_blocks_and_seals_of_a_file(folder: Path, tmpfs: Path) -> None:
-    for place, expected in ((tmpfs, ["EINVAL", "ok"]), (folder, ["ok", "EINVAL"])):
-        (file := place / "file").touch()
-        block = answer(file, lambda fd: fcntl.ioctl(fd, FIBMAP, bytes(4)))
-        assert [block, answer(file, lambda fd: fcntl.fcntl(fd, F_GET_SEALS))] == expected
+@pytest.mark.parametrize("what", OTHERWISE)
+def test_calls_that_the_kernel_answers_another_way(folder: Path, tmpfs: Path, what: str) -> None:
+    path, call, of_tmpfs, here = OTHERWISE[what]
+    for place, expected in ((tmpfs, of_tmpfs), (folder, here)):
+        (place / "file").touch()
+        assert answer(place / path, call) == expected
+        (place / "file").write_bytes(b"x")
 
 
 @SHOWN
@@ -233,21 +241,6 @@ def test_fanotify_tells_names_of_marked_inodes_only(folder: Path, tmpfs: Path) -
                 created, path = ctypes.c_uint64(FAN_CREATE), os.fsencode(place)
                 done = _libc.fanotify_mark(fd, FAN_MARK_ADD | what, created, -100, path)
                 assert ("ok" if done == 0 else errno.errorcode[ctypes.get_errno()]) == expected
-
-
-# asm-generic/ioctls.h: get and set flags, get and set flags with a project.
-GETFLAGS, SETFLAGS = 0x80086601, 0x40086602
-FSGETXATTR, FSSETXATTR = 0x801C581F, 0x401C5820
-
-
-@SHOWN
-@pytest.mark.parametrize("command", [GETFLAGS, SETFLAGS, FSGETXATTR, FSSETXATTR])
-def test_flags_of_chattr_are_no_ioctl_here(folder: Path, tmpfs: Path, command: int) -> None:
-    for place, expected in ((tmpfs, "ok"), (folder, "ENOTTY")):
-        (place / "file").touch()
-        for path in (place, place / "file"):
-            assert answer(path, lambda fd: fcntl.ioctl(fd, command, bytes(28))) == expected
-        (place / "file").write_bytes(b"x")
 
 
 @SHOWN
