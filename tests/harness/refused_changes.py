@@ -4,6 +4,8 @@ import os
 from collections.abc import Callable, Iterable
 from pathlib import Path
 
+from harness.errors import error_of
+
 Call = tuple[Callable[..., object], tuple[object, ...]]
 
 
@@ -32,13 +34,5 @@ def changes_in(directory: Path) -> list[Call]:
     ]
 
 
-def errno_of(call: Callable[..., object], *arguments: object) -> int | None:
-    try:
-        call(*arguments)
-    except OSError as error:
-        return error.errno
-    return None
-
-
-def outcomes(calls: Iterable[Call]) -> dict[str, int | None]:
-    return {call.__name__: errno_of(call, *arguments) for call, arguments in calls}
+def outcomes(calls: Iterable[Call]) -> dict[str, str]:
+    return {call.__name__: error_of(call, *arguments) for call, arguments in calls}

@@ -10,16 +10,9 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import pytest
+from harness.errors import error_of
 from harness.models.invariants import check, walk
-from harness.models.namespace import (
-    DIRECTORY,
-    FILE,
-    SYMLINK,
-    NamespaceAgainstModel,
-    error_of,
-    load_own,
-    tree,
-)
+from harness.models.namespace import DIRECTORY, FILE, SYMLINK, NamespaceAgainstModel, load_own, tree
 from harness.open_inodes import while_open
 from hypothesis import HealthCheck, settings
 from hypothesis.stateful import invariant, rule

@@ -31,7 +31,7 @@ from harness.differential.differences import REFUSED, Leniency
 from harness.differential.hosts import LEFT_OUT
 from harness.differential.sides import Normal
 from harness.differential.steps import Vocabulary
-from harness.models.namespace import error_of
+from harness.errors import error_of
 from harness.mountpoint import Mount
 from harness.network import CommandFailed
 from harness.network import run as run_checked

@@ -13,8 +13,7 @@ from typing import Any
 import pytest
 from conftest import EVERYWHERE
 from harness.cluster_mount import CLUSTER
-from harness.errors import fails_with
-from harness.models.namespace import error_of
+from harness.errors import error_of, fails_with
 from harness.mountpoint import Mount
 from harness.processes import AS_NOBODY, NOBODY, Process, TakeProcess
 from harness.scenarios import AsOnTmpfs, outcomes

@@ -10,8 +10,7 @@ from pathlib import Path
 
 import pytest
 from harness.cluster_mount import CLUSTER
-from harness.errors import fails_with
-from harness.models.namespace import error_of
+from harness.errors import error_of, fails_with
 from harness.mountpoint import Mount, eventually
 from harness.processes import NOBODY, Process, TakeProcess
 

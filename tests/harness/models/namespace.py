@@ -10,6 +10,7 @@ import pytest
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, rule
 
+from harness.errors import error_of
 from harness.models.invariants import check, walk
 from harness.open_inodes import while_open
 from irdmafs.backend.kv import NoSpace
@@ -64,15 +65,6 @@ def tree(namespace: Namespace, *, times: bool = True) -> Tree:
 def everything(namespace: Namespace) -> tuple[Any, ...]:
     inodes = {ino: (*fields(inode), inode.revision) for ino, inode in namespace.inodes.items()}
     return tree(namespace), inodes
-
-
-def error_of(call: Callable[[], object]) -> str:
-    try:
-        call()
-    except OSError as error:
-        assert error.errno is not None
-        return errno.errorcode[error.errno]
-    return "ok"
 
 
 # -- the model -------------------------------------------------------------------------------------
