@@ -75,7 +75,7 @@ class _Record(NamedTuple):
     target: Annotated[bytes, msgspec.Meta(max_length=_TARGET_MAX)]
     xattrs: dict[bytes, bytes]
     layout: Layout
-    # Left out where nothing of this is known.
+    # Records that were put before these were thought of end earlier.
     digests: Annotated[bytes, msgspec.Meta(max_length=_DIGESTS_MAX)] = b""
     birth_ns: _Time = 0
     origin: Count = 0
@@ -131,16 +131,10 @@ class Inode:
         record = (
             self.mode, self.uid, self.gid, self.nlink, self.rdev, self.size, self.blocks,
             self.atime_ns, self.mtime_ns, self.ctime_ns, self.version, self.extent,
-            self.target, self.xattrs, self.layout,
+            self.target, self.xattrs, self.layout, self.digests, self.birth_ns, self.origin,
+            self.maker, place,
         )  # fmt: skip
-        if place:
-            more = self.digests, self.birth_ns, self.origin, self.maker, place
-            return _encode((*record, *more))
-        if self.maker or self.origin:
-            return _encode((*record, self.digests, self.birth_ns, self.origin, self.maker))
-        if self.birth_ns:
-            return _encode((*record, self.digests, self.birth_ns))
-        return _encode((*record, self.digests) if self.digests else record)
+        return _encode(record)
 
     @classmethod
     def decode(cls, ino: int, value: bytes, revision: int) -> "Inode":

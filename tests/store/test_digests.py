@@ -97,14 +97,12 @@ def test_digests_that_stripes_shared_are_not_used() -> None:
     assert by_stripe(bytes(range(16)), 2) == [bytes(range(8)), bytes(range(8, 16))]
 
 
-def test_a_record_from_before_there_were_digests_is_read_and_written_as_it_was() -> None:
+def test_a_record_from_before_there_were_digests_is_read() -> None:
     inode = Inode(7, FILE, 0, 0, 1)
     inode.layout = Layout(2, 0, 5)
-    inode.birth_ns = 0
-    old = inode.encode()
-    assert len(msgspec.msgpack.decode(old)) == 15
-    found = Inode.decode(7, old, 3)
-    assert found.digests == b"" and found.layout == inode.layout
-    assert found.encode() == old
+    before = msgspec.msgpack.decode(inode.encode())[:15]
+    found = Inode.decode(7, msgspec.msgpack.encode(before), 3)
+    assert (found.digests, found.birth_ns, found.maker, found.parent) == (b"", 0, 0, 0)
+    assert found.layout == inode.layout
     inode.digests = bytes(range(8))
     assert Inode.decode(7, inode.encode(), 3).copy().digests == inode.digests
