@@ -4,8 +4,8 @@
 # ruff: noqa: B027
 
 from abc import ABC, abstractmethod
-from collections.abc import Awaitable, Callable, Iterable, Sequence
-from typing import Any, Final
+from collections.abc import Callable, Iterable, Sequence
+from typing import Final
 
 import trio
 
@@ -24,7 +24,10 @@ class KernelCache(ABC):
     # It ends requests whose callers got a signal (see fuse/tasks.py).
     tells_of_signals = False
 
-    def __init__(self) -> None:
+    def __init__(self, start_soon: Callable[..., bool]) -> None:
+        """`start_soon` starts a task of the session. It returns False if the session, and so the mount, has
+        ended."""
+        self.start_soon = start_soon
         # Names that the kernel is still to be told of, each once, and whether a task does that.
         self._expired: dict[Name, None] = {}
         self._is_telling = False
@@ -37,10 +40,6 @@ class KernelCache(ABC):
 
     async def caught_up(self) -> None:
         """Return when the requests that the kernel has sent so far were begun; soon in any case."""
-
-    @abstractmethod
-    def start_soon(self, telling: Callable[..., Awaitable[None]], *args: Any) -> bool:
-        """Start a task of the session. Return False if the session, and so the mount, has ended."""
 
     def invalidate_attributes(self, node: Node) -> None:
         """Make the kernel ask for a node's attributes before it shows them again."""

@@ -4,9 +4,9 @@ reads and writes of nodes (passthrough)."""
 import os
 import re
 import select
-from collections.abc import Awaitable, Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from operator import itemgetter
-from typing import Any, Final
+from typing import Final
 
 import trio
 
@@ -65,20 +65,16 @@ class Notices(KernelCache):
         submounts: Submounts,
         tasks: Tasks,
     ) -> None:
-        super().__init__()
+        super().__init__(tasks.start_soon)
         self._connection = connection
         self._extents = extents
         self._atimes = atimes
         self._submounts = submounts
-        self._tasks = tasks
         # The nodes for which the kernel holds the file of an extent, each until that is dropped.
         self._backed: dict[int, set[Node]] = {}
 
     def close(self) -> None:
         self._submounts.close()
-
-    def start_soon(self, telling: Callable[..., Awaitable[None]], *args: Any) -> bool:
-        return self._tasks.start_soon(telling, *args)
 
     async def caught_up(self) -> None:
         poller = select.poll()

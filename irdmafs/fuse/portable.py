@@ -10,7 +10,7 @@ import errno
 import functools
 import logging
 import os
-from collections.abc import Awaitable, Callable, Coroutine, Iterator
+from collections.abc import Callable, Coroutine, Iterator
 from contextlib import contextmanager, nullcontext
 from functools import partial
 from typing import Any
@@ -110,7 +110,7 @@ class PortableNotices(KernelCache):
     nothing that it cannot be made to forget."""
 
     def __init__(self, tasks: Tasks) -> None:
-        super().__init__()
+        super().__init__(tasks.start_soon)
         self._tasks = tasks
 
     def forget_attributes(self, node: Node) -> bool:
@@ -125,9 +125,6 @@ class PortableNotices(KernelCache):
     async def _in_thread(self, notify: Callable[..., None], *args: Any) -> None:
         # The kernel may wait for a lock that a caller of ours holds until we answer.
         await trio.to_thread.run_sync(_tell, notify, *args)
-
-    def start_soon(self, telling: Callable[..., Awaitable[None]], *args: Any) -> bool:
-        return self._tasks.start_soon(telling, *args)
 
 
 class _LeavingWriters:
