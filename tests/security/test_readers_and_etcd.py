@@ -1,6 +1,5 @@
 """A reader's certificate opens store nodes, and not etcd: a node asks etcd for it, within limits."""
 
-import errno
 from collections.abc import Awaitable
 from contextlib import closing
 from pathlib import Path
@@ -10,12 +9,13 @@ import trio
 from harness.clusters import LONG_LEASE_S, Cluster, Plan, counters
 from harness.mountpoint import eventually
 from harness.secure_cluster import CLUSTER, NAMESPACE, NODE_RECORDS, PLACEMENT, keys_within
+from test_rights import refused
 
 from irdmafs.backend.cluster.config import ClusterConfig
 from irdmafs.backend.cluster.lease import MOUNT, Session
 from irdmafs.backend.etcd import etcd_pb2 as pb
 from irdmafs.backend.etcd.client import DirectClient, Unsent
-from irdmafs.backend.etcd.rpc import ALARM, COMPACT, GRANT, STATUS, RpcError
+from irdmafs.backend.etcd.rpc import ALARM, COMPACT, GRANT, STATUS
 from irdmafs.backend.kv import Delete, Put
 from irdmafs.backend.model.records import SETTINGS_KEY, MountRecord, key_of, pin_key
 from irdmafs.backend.model.values import ConfigError
@@ -37,14 +37,6 @@ async def is_accepted(cluster: Cluster, certificate: str) -> bool:
         except Unsent:
             return False
         return True
-
-
-async def refused(doing: Awaitable[object]) -> bool:
-    try:
-        await doing
-    except (RpcError, OSError) as error:
-        return getattr(error, "errno", errno.EACCES) == errno.EACCES
-    return False
 
 
 async def shut_out(doing: Awaitable[object]) -> bool:
