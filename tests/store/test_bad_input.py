@@ -92,7 +92,7 @@ def test_sparse_file_larger_than_the_store_can_be_edited_in_place(new_mount: New
     assert file.stat().st_size == size
 
 
-def test_a_full_store_is_unmounted_in_order(new_mount: NewMount) -> None:
+def test_a_file_is_emptied_in_a_full_store_which_is_unmounted_in_order(new_mount: NewMount) -> None:
     mount = new_mount(store_size="24m")
     small = [mount.path / f"small{number}" for number in range(50)]
     for path in small:
@@ -106,6 +106,8 @@ def test_a_full_store_is_unmounted_in_order(new_mount: NewMount) -> None:
             (mount.path / f"{number:0200}").mkdir()
     for path in small:
         assert path.read_text() == "a"
+    (mount.path / "large").write_bytes(b"")
+    assert (mount.path / "large").stat().st_size == 0
     mount.unmount()
     assert "Traceback" not in mount.log_tail()
     assert "unmounted" in mount.log_tail()
