@@ -200,9 +200,11 @@ class Replica:
             yield
             nursery.cancel_scope.cancel()
         if self._rested is not None:
+            revision = 0
             try:
                 with trio.move_on_after(_WAKE_S):
-                    await self.wait_applied(await self._engine.barrier())
+                    revision = await self._engine.barrier()
+                await self.wait_applied(revision)
             except OSError as error:
                 log.warning("what changed while nobody looked is not known yet: %s", error)
             self._end_rest()
