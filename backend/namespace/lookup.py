@@ -41,6 +41,8 @@ _HEADER: Final = struct.Struct(">QQIIB")
 _INODES: Final = (b"i", b"j")
 # Inodes of the map that stay here, decoded. About 5 MiB.
 _KEPT_MAX: Final = 8192
+# Their records, which may have much more: extended attributes.
+_KEPT_BYTES_MAX: Final = 16 << 20
 
 
 class Names:
@@ -303,6 +305,7 @@ class Inodes(dict[int, Inode]):
         self.are_compared = False
         self.totals = Totals()
         self._kept_max = _KEPT_MAX
+        self._kept_bytes = 0
         # By number: the inode before the change under way, and its new record; None: it stays the same.
         self._changed: dict[int, tuple[Inode | None, bytes | None]] = {}
         # Directories before the change under way, of which the map has another time since.
@@ -316,8 +319,9 @@ class Inodes(dict[int, Inode]):
         value = self._records.get(inode_key(ino))
         if value is None:
             raise NoInode
-        if super().__len__() > self._kept_max and not self._changed:
-            self.forget()
+        if not self._changed:
+            self._forget_many()
+        self._kept_bytes += len(value)
         inode = self[ino] = self._decode(ino, value)
         return inode
 
@@ -437,6 +441,7 @@ class Inodes(dict[int, Inode]):
                 inode.revision, inode.parent, inode.more, subdirectories, len(inode.name)
             )
             records.put(key, b"%b%b%b" % (header, inode.name, record))
+            self._kept_bytes += len(record)
 
     def settle(self) -> dict[int, Inode | None]:
         """End a change that was written. Return what it has changed, by number, as it was before."""
@@ -453,8 +458,7 @@ class Inodes(dict[int, Inode]):
                 totals.count(after, 1)
         self._changed.clear()
         self._touched.clear()
-        if super().__len__() > self._kept_max:
-            self.forget()
+        self._forget_many()
         return changed
 
     def restore(self) -> None:
@@ -467,8 +471,13 @@ class Inodes(dict[int, Inode]):
         self._touched.clear()
         self.forget()
 
+    def _forget_many(self) -> None:
+        if super().__len__() > self._kept_max or self._kept_bytes > _KEPT_BYTES_MAX:
+            self.forget()
+
     def forget(self) -> None:
         """Drop what the map has, too. The rest stays, and does not count."""
+        self._kept_bytes = 0
         for ino in [ino for ino, inode in super().items() if inode.revision]:
             del self[ino]
         self._kept_max = super().__len__() + _KEPT_MAX

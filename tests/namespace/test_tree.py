@@ -1,6 +1,7 @@
 """The directory tree on a real file: against a model, over crashes, full stores and damage."""
 
 import errno
+import itertools
 import shutil
 import tempfile
 from collections import Counter
@@ -297,6 +298,15 @@ def test_files_without_a_record_let_others_stay_decoded(namespace: Namespace) ->
     known = namespace.inodes[file.ino]
     make(namespace, ROOT_INO, b"other", FILE)
     assert namespace.inodes[file.ino] is known
+
+
+def test_large_attributes_of_many_files_leave_the_memory(namespace: Namespace) -> None:
+    files = [make(namespace, ROOT_INO, b"%d" % number, FILE).ino for number in range(40)]
+    for ino, number in itertools.product(files, range(8)):
+        run(namespace.set_xattr(ino, b"user.%d" % number, bytes(65_000)))
+    for ino in files:
+        assert len(namespace.inodes[ino].xattrs) == 8
+    assert sum(namespace.inodes.at_hand(ino) is not None for ino in files) < 35
 
 
 # -- what a crash or damage leaves -------------------------------------------------------------------
