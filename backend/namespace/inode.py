@@ -37,8 +37,9 @@ NO_XATTRS: dict[bytes, bytes] = {}
 # fewer (records.STRIPES_MAX), and did not always.
 _STRIPES_MAX = 1 << 13
 
-# Bytes: a path, and the digests of a version's parts (see store.digest).
-_TARGET_MAX = 4096
+# Bytes: a path, of which the kernel takes no longer one, and the digests of a version's parts (see
+# store.digest).
+_TARGET_MAX = 4095
 _DIGESTS_MAX = 64 * 8
 
 # The kinds of inodes: the upper bits of a mode.

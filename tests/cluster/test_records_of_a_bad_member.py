@@ -37,6 +37,7 @@ SENSELESS: list[dict[str, Any]] = [
     {"size": 10, "layout": records.Layout(1, -1)},
     {"size": 10, "layout": records.Layout(-1, 0)},
     {"size": 10, "layout": records.Layout(1, 0, 0, 256)},
+    {"mode": 0o120777, "target": b"t" * 4096},
 ]
 FIRST_INO = 1 << 40
 # Attributes of directories; the ACLs lack an entry, and the second one has no version.
