@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import sys
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -10,7 +11,7 @@ from typing import Any
 import click
 
 from ..mount.mounting import named
-from ..mount.stores import OF_NODES, make_fit, refuse_mount, refuse_other_purpose
+from ..mount.stores import OF_NODES, lack_of_memory, make_fit, refuse_mount, refuse_other_purpose
 from ..mount_options import MountError
 from .cluster import file_option, load, say
 from .flags import overrides, section_flags
@@ -30,6 +31,7 @@ def serve(store: str, config_path: str | None, foreground: bool, **flags: Any) -
     in STORE.
     """
     from ..backend.cluster.config import find_config
+    from ..backend.files.extents import in_memory
     from ..mount import background
 
     given = overrides(flags)
@@ -51,6 +53,11 @@ def serve(store: str, config_path: str | None, foreground: bool, **flags: Any) -
         raise MountError(f"cannot make the store {store}: {error.strerror}") from error
     for warning in make_fit(store, store, OF_NODES):
         say(f"warning: {warning}", err=True)
+    if in_memory(store):
+        found = os.statvfs(store)  # no blocks: without a limit
+        sizes = filter(None, (config.node.size, found.f_blocks * found.f_frsize))
+        if lack := lack_of_memory(min(sizes, default=sys.maxsize)):
+            say(f"warning: the room for the store, {lack}; give --size", err=True)
     log = None if foreground else config.log.file or os.path.join(store, "irdmafs.log")
 
     def run(ready: Callable[[str], None], waits: Callable[[str], None]) -> None:

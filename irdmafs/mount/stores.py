@@ -43,7 +43,7 @@ SHM_ROOT = "/dev/shm"
 
 # A tmpfs that fills all memory takes the machine down; the rest of the memory is for programs.
 _DEFAULT_SHARE = 0.8
-# The processes of a mount take some 40 MiB (*measured*), from the same control group.
+# The processes of a mount or node take some 40 MiB (*measured*), from the same control group.
 _OWN_BYTES = 48 << 20
 _SIZE_MIN_BYTES = 1 << 20
 _TMPFS_FLAGS = mounting.MS_NOSUID | mounting.MS_NODEV
@@ -169,14 +169,20 @@ def _refuse_size(size: int) -> None:
     beside the mount: writes would then not fail with ENOSPC, but have the kernel kill processes."""
     if size < _SIZE_MIN_BYTES:
         raise MountError(f"--size {human_bytes(size)} is too little for a store; give 1M or more")
+    if lack := lack_of_memory(size):
+        raise MountError(f"--size {lack}; give less, or keep contents on a disk with --store DIR")
+
+
+def lack_of_memory(size: int) -> str:
+    """Return why so many bytes cannot be kept in memory beside the processes of a mount or node, "" if they
+    can."""
     memory, swap = memory_limit(), meminfo("SwapTotal")
     if size <= memory + swap - _OWN_BYTES:
-        return
-    raise MountError(
-        f"--size {human_bytes(size)} is more than this machine has ({human_bytes(memory)} of memory, "
-        f"{human_bytes(swap)} of swap) beside the mount's own {human_bytes(_OWN_BYTES)}: the kernel "
-        "would end programs before the store is full; give less, or keep contents on a disk with "
-        "--store DIR"
+        return ""
+    return (
+        f"{human_bytes(size)} is more than this machine has ({human_bytes(memory)} of memory, "
+        f"{human_bytes(swap)} of swap) beside the {human_bytes(_OWN_BYTES)} of irdmafs itself: the "
+        "kernel would end programs before the store is full"
     )
 
 

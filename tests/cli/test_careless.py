@@ -301,7 +301,7 @@ def test_a_node_that_was_given_up_and_comes_back_has_nothing_to_say(
     store = Path(config).parent / "store"
     (mounted.path / "lost").write_bytes(b"0123456789")
     node = kill_node(mounted)
-    serve = ("serve", store, "--cluster", config)
+    serve = ("serve", store, "--cluster", config, "--size", "1G")
     with serving(tmp_path / "store", config):
         succeeded(irdmafs("cluster", "remove", node, "--force", "--yes", "--cluster", config))
         (mounted.path / "new").write_bytes(b"abc")

@@ -7,8 +7,9 @@ import os
 import re
 import signal
 import subprocess
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -22,6 +23,7 @@ from harness.closing import descriptor
 from harness.etcd_server import EtcdServer
 from harness.mountpoint import INTERRUPTED, IRDMAFS, eventually, irdmafs, one_line, succeeded
 from harness.processes import Program, has_ended
+from harness.scratch import mounted_on
 from harness.transport_nodes import serving
 
 from irdmafs.backend.cluster import overview
@@ -530,12 +532,21 @@ def test_a_store_that_another_user_prepared_is_not_served(cluster: Cluster, tmp_
     assert file.exists()
 
 
-def test_a_served_store_is_a_node_until_it_is_told_to_end(cluster: Cluster, tmp_path: Path) -> None:
-    store = tmp_path / "store"
+@pytest.fixture
+def store(tmp_path: Path) -> Iterator[Path]:
+    """A directory for a store, for root with more room than any machine has memory."""
+    path = tmp_path / "store"
+    path.mkdir()
+    with mounted_on(path, "size=512T") if os.geteuid() == 0 else nullcontext():
+        yield path
+
+
+def test_a_served_store_is_a_node_until_it_is_told_to_end(cluster: Cluster, store: Path) -> None:
     arguments = ("--zone", "z", "--log-format", "json", "--metrics-port", "0")
     done = cluster.run("serve", str(store), *arguments)
     try:
         assert done.returncode == 0, done
+        assert ("512 TiB is more than this machine has" in done.stderr) == os.path.ismount(store)
         [line] = done.stdout.splitlines()
         assert (
             found := re.fullmatch(rf"irdmafs: {store} is served \(node (\w{{16}}) at .*\)", line)
@@ -549,7 +560,8 @@ def test_a_served_store_is_a_node_until_it_is_told_to_end(cluster: Cluster, tmp_
         lines = [json.loads(line) for line in (store / "irdmafs.log").read_text().splitlines()]
         assert {"node"} == {line["component"] for line in lines}
         pid = lines[0]["pid"]
-        again = one_line(irdmafs("serve", store, "--cluster", cluster.file))
+        small = ("--size", "1G")
+        again = one_line(irdmafs("serve", store, "--cluster", cluster.file, *small))
         assert f"{store}: store is in use by another process" in again
     finally:
         log = (store / "irdmafs.log").read_text()
@@ -559,7 +571,7 @@ def test_a_served_store_is_a_node_until_it_is_told_to_end(cluster: Cluster, tmp_
     assert cluster.status(2)["nodes"][0]["state"] == "down"
     assert cluster.run("cluster", "remove", found[1]).returncode == 0
     assert cluster.status(2)["nodes"] == []
-    removed = one_line(cluster.run("serve", str(store)))
+    removed = one_line(cluster.run("serve", str(store), *small))
     assert f"node {found[1]} was removed from the cluster" in removed
     assert removed.endswith(f"irdmafs cluster admit {found[1]}")
     assert cluster.status(2)["nodes"] == []

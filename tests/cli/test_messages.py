@@ -171,7 +171,7 @@ def test_a_size_that_no_store_can_have_is_refused(place: Path) -> None:
     assert "500 TiB is more than this machine has" in line and "--store" in line
     whole = memory_limit() + meminfo("SwapTotal")
     line = one_line(irdmafs("mount", place, "--size", str(whole)))
-    assert "beside the mount's own 48.0 MiB" in line
+    assert "beside the 48.0 MiB of irdmafs itself" in line
     assert stores.default_store_path(str(place)) is None
 
 

@@ -469,7 +469,7 @@ async def test_nodes_that_start_while_etcd_is_away_say_so_and_wait(place: Place)
         for node in (here, ended):
             node.start()
         store = place.directory / "behind"
-        command = [word for word in here.command if word != "-f"]
+        command = [*(word for word in here.command if word != "-f"), "--size", "1G"]
         command[command.index(str(here.store))] = str(store)
         behind = subprocess.Popen(
             command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, cwd="/"
