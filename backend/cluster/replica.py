@@ -35,7 +35,7 @@ _QUIET_S = 1.0
 # everything is read anew. If etcd does not answer in time, what was known has to do.
 _LOOK_S = 1.0
 _LOOK_AGAIN_S = 5.0
-_MISSED_MAX = 250
+_MISSED_MAX = 500
 _WAKE_S = 5.0
 
 

@@ -39,7 +39,7 @@ def wait_until_watching(cluster: Cluster, mounts: int) -> None:
 
 
 @pytest.mark.parametrize("reader", [0, 1])
-@pytest.mark.parametrize("changes", [5, 400])
+@pytest.mark.parametrize("changes", [5, 600])
 def test_who_uses_it_again_sees_all_that_changed(
     cluster: Cluster, reader: int, changes: int
 ) -> None:
