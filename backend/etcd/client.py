@@ -216,7 +216,7 @@ class Client(ABC):
         )
 
     def refused(self, reason: str) -> OSError:
-        return OSError(errno.EACCES, f"etcd at {self.address} cannot be used: {reason}")
+        return OSError(errno.EACCES, f"etcd cannot be used: {reason}")
 
     # -- the choice of an endpoint ---------------------------------------------------------------
 

@@ -132,7 +132,8 @@ def with_etcd(config: ClusterConfig, task: Callable[[EtcdEngine], Awaitable[T]])
     except BrokenPipeError:
         raise  # of the command's output: etcd's connections raise other errors
     except OSError as error:
-        raise MountError(f"{where}: {error.strerror or error}") from error
+        text = error.strerror or str(error)
+        raise MountError(text if text.startswith("etcd ") else f"{where}: {text}") from error
 
 
 async def read_state(config: ClusterConfig, engine: EtcdEngine) -> Cluster:

@@ -251,6 +251,9 @@ def test_init_makes_certificates_with_which_etcd_itself_runs(
         [room] = found["etcd_room"]["members"].values()
         too_old = [] if roles_hold(room["version"]) else ["whose roles do not hold"]
         assert [line[line.index("whose") :][:23] for line in found["warnings"]] == too_old
+        (made / "ca.pem").write_bytes((made / "etcd.pem").read_bytes())
+        line = one_line(irdmafs("cluster", "drain", "n", "--cluster", file))
+        assert line.count(server.endpoint) == 1 and "certificate is not accepted" in line
 
 
 def test_init_refuses_what_makes_no_sense(etcd: EtcdServer, tmp_path: Path) -> None:
