@@ -110,7 +110,7 @@ def ask(path: str, attribute: str, purpose: str, otherwise: str) -> bytes:
 def load(path: str | None, overrides: dict[str, dict[str, Any]] | None = None) -> ClusterConfig:
     from ..backend.cluster.config import ClusterConfig
 
-    return ClusterConfig.load(path, overrides)
+    return ClusterConfig.load(path if path is None else mounting.named(path), overrides)
 
 
 def with_etcd(config: ClusterConfig, task: Callable[[EtcdEngine], Awaitable[T]]) -> T:
