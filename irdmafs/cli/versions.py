@@ -170,7 +170,9 @@ def clone(source: str, target: str) -> None:
     """
     from ..client import clone
 
-    shared, shared_bytes, copied, copied_bytes = clone(mounting.named(source), mounting.named(target))
+    shared, shared_bytes, copied, copied_bytes = clone(
+        mounting.named(source), mounting.named(target)
+    )
     sizes = human_bytes(shared_bytes), human_bytes(copied_bytes)
     click.echo(f"{shared} files shared ({sizes[0]}), {copied} copied ({sizes[1]})")
 

@@ -178,12 +178,18 @@ class Copying:
         cut = len(source.rstrip("/"))
         for folder in folders:
             os.mkdir(target + folder[cut:])
+        first, links = dict[tuple[int, int], str](), list[tuple[str, str]]()
         for _, paths in groupby(others, os.path.dirname):
             files = list[_File]()
             for path in paths:
                 status, made = os.lstat(path), target + path[cut:]
+                old = made
                 if self._links:
-                    os.link(path, made, follow_symlinks=False)
+                    old = path
+                elif status.st_nlink > 1:
+                    old = first.setdefault((status.st_dev, status.st_ino), made)
+                if old != made:
+                    links.append((old, made))
                 elif stat.S_ISREG(status.st_mode):
                     files.append((path, made, status))
                 else:
@@ -192,8 +198,10 @@ class Copying:
                     else:
                         os.mknod(made, status.st_mode, status.st_rdev)
                     _keep_attributes(path, made, status)
-            for first in range(0, len(files), _TOGETHER):
-                self._copy_files(files[first : first + _TOGETHER])
+            for at in range(0, len(files), _TOGETHER):
+                self._copy_files(files[at : at + _TOGETHER])
+        for old, made in links:
+            os.link(old, made, follow_symlinks=False)
         for folder in reversed(folders):
             _keep_attributes(folder, target + folder[cut:], os.lstat(folder))
 

@@ -39,6 +39,8 @@ def test_a_clone_is_what_cp_makes_and_takes_no_room(mount: Mount, folder: Path) 
     (source / "below" / "small").write_bytes(b"small")
     (source / "link").symlink_to("large")
     os.mkfifo(source / "fifo")
+    for link in ("another", "below/third"):
+        os.link(source / "large", source / link)
     os.setxattr(source / "large", "user.colour", b"blue")
     (source / "large").chmod(0o640)
     for path in (source / "large", source):
@@ -56,12 +58,15 @@ def test_a_clone_is_what_cp_makes_and_takes_no_room(mount: Mount, folder: Path) 
     assert os.readlink(target / "link") == "large"
     assert stat.S_ISFIFO((target / "fifo").stat().st_mode)
     assert os.getxattr(target / "large", "user.colour") == b"blue"
+    found = {(target / link).stat().st_ino for link in ("large", "another", "below/third")}
+    assert len(found) == 1 and (target / "large").stat().st_nlink == 3
     for name in ("large", ""):
         old, new = (source / name).stat(), (target / name).stat()
         assert (old.st_mode, old.st_mtime_ns) == (new.st_mode, new.st_mtime_ns)
-    (source / "large").unlink()
-    assert (target / "large").read_bytes() == pattern(1, 4 * MIB)
-    (target / "large").unlink()
+    for top in (source, target):
+        assert (top / "large").read_bytes() == pattern(1, 4 * MIB)
+        for link in ("large", "another", "below/third"):
+            (top / link).unlink()
     eventually(lambda: room_of(mount) <= room - 4 * MIB, "the bytes go with their last name")
     with pytest.raises(NotADirectoryError, match=f"'{target}/empty'$"):
         client.clone(source, target / "empty")
