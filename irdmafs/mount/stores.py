@@ -394,7 +394,7 @@ def discard_store(path: str) -> None:
     wait_until_free(path)
     try:
         if _is_private_tmpfs(path):
-            mounting.unmount_filesystem(path)
+            mounting.unmount_filesystem(path, mounting.MNT_DETACH)
         else:
             for entry in os.scandir(path):
                 if not _ENTRIES.fullmatch(entry.name):

@@ -156,7 +156,8 @@ def test_default_store_keeps_contents_until_discarded(tmp_path: Path) -> None:
 
         assert irdmafs("mount", mountpoint).returncode == 0
         assert (mountpoint / "weights").read_bytes() == b"kept"
-        assert irdmafs("umount", "--discard", mountpoint).returncode == 0
+        with open(f"{store}/irdmafs.log", "rb"):  # as by tail -f
+            assert irdmafs("umount", "--discard", mountpoint).returncode == 0
         assert stores.default_store_path(str(mountpoint)) is None
     finally:
         irdmafs("umount", "--lazy", mountpoint)
