@@ -123,17 +123,16 @@ def with_etcd(config: ClusterConfig, task: Callable[[EtcdEngine], Awaitable[T]])
         async with config.cluster.engine("admin", _ETCD_TIMEOUT_S) as engine:
             return await task(engine)
 
-    where = f"etcd at {', '.join(config.cluster.etcd)}"
     try:
         # Ctrl-C in the middle of trio's own work (start_soon) would be lost.
         return trio.run(run, restrict_keyboard_interrupt_to_checkpoints=True)
     except RpcError as error:
+        where = f"etcd at {', '.join(config.cluster.etcd)}"
         raise MountError(f"{where} refuses: {error.text}") from error
     except BrokenPipeError:
         raise  # of the command's output: etcd's connections raise other errors
     except OSError as error:
-        text = error.strerror or str(error)
-        raise MountError(text if text.startswith("etcd ") else f"{where}: {text}") from error
+        raise MountError(error.strerror or str(error)) from error
 
 
 async def read_state(config: ClusterConfig, engine: EtcdEngine) -> Cluster:

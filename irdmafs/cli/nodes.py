@@ -256,7 +256,7 @@ def prefetch(paths: tuple[str, ...]) -> None:
 
     A directory stands for all files below it.
     """
-    from concurrent.futures import ThreadPoolExecutor, as_completed
+    from concurrent.futures import ThreadPoolExecutor
 
     from ..client._drafts import below
     from ..client._versions import open_once
@@ -264,28 +264,24 @@ def prefetch(paths: tuple[str, ...]) -> None:
 
     failed = list[OSError]()
 
-    def fail(error: OSError) -> None:
-        say(f"{error.filename}: {reason(error)}", err=True)
-        failed.append(error)
-
     def fetch(file: str) -> None:
         try:
             open_once(file)
         except OSError as error:
-            fail(error)
+            failed.append(error)
 
     files = set[str]()
     for path in paths:
         ask(path, "", "prefetch", "it does not answer")
-        files.update(below(path, fail)[1] if os.path.isdir(path) else [path])
+        files.update(below(path, failed.append)[1] if os.path.isdir(path) else [path])
     with Progress("fetching", "files", len(files)) as bar:
         pool = ThreadPoolExecutor(_PREFETCHED_AT_ONCE)
         try:
-            opening = [pool.submit(fetch, file) for file in files]
-            for done, future in enumerate(as_completed(opening), 1):
-                future.result()
+            for done, _ in enumerate(pool.map(fetch, files), 1):
                 bar.update(done)
         finally:
             pool.shutdown(cancel_futures=True)
+    for error in failed:
+        say(f"{error.filename}: {reason(error)}", err=True)
     if failed:
         raise MountError(f"could not fetch {counted(len(failed), 'file')}")

@@ -183,10 +183,8 @@ class Copying:
             files = list[_File]()
             for path in paths:
                 status, made = os.lstat(path), target + path[cut:]
-                old = made
-                if self._links:
-                    old = path
-                elif status.st_nlink > 1:
+                old = path if self._links else made
+                if status.st_nlink > 1 and not self._links:
                     old = first.setdefault((status.st_dev, status.st_ino), made)
                 if old != made:
                     links.append((old, made))

@@ -58,10 +58,8 @@ def walk(root: str, prefix: str) -> Iterator[str]:
     """
     folders = [prefix]
     for folder in folders:
-        with (
-            contextlib.suppress(FileNotFoundError),
-            look_up(os.scandir, os.path.join(root, folder)) as entries,
-        ):
+        place = os.path.join(root, folder)
+        with contextlib.suppress(FileNotFoundError), look_up(os.scandir, place) as entries:
             for entry in entries:
                 path = f"{folder}/{entry.name}" if folder else entry.name
                 is_array = entry.name.endswith((NPY, SAFETENSORS))

@@ -404,12 +404,9 @@ def discard_store(path: str) -> None:
                 else:
                     os.unlink(entry.path)
         os.rmdir(path)
-    except FileNotFoundError:
-        return
     except OSError as error:
-        if error.errno == errno.ENOTEMPTY:
-            return
-        raise MountError(f"cannot discard the store {path}: {error.strerror}") from error
+        if error.errno not in (errno.ENOENT, errno.ENOTEMPTY):
+            raise MountError(f"cannot discard the store {path}: {error.strerror}") from error
 
 
 def _bytes_used(path: str) -> int:

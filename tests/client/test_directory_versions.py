@@ -306,6 +306,21 @@ def test_a_version_may_be_deeper_than_python_recurses(folder: Path, recursion_li
     assert versions.numbers() == [3]
 
 
+PREFETCH = """
+from click.testing import CliRunner
+from irdmafs.cli.command import main
+done = CliRunner().invoke(main, ["prefetch", place])
+done.exit_code, done.stderr
+"""
+
+
+def test_a_directory_that_cannot_be_read_is_not_passed_over(folder: Path, nobody: Process) -> None:
+    folder.chmod(0o755)
+    (folder / "secret").mkdir(mode=0o700)
+    code, told = nobody.do(PREFETCH, place=str(folder))
+    assert code == 1 and f"{folder}/secret: Permission denied" in told
+
+
 PUBLISH = """
 import os
 from irdmafs import client
