@@ -6,6 +6,7 @@ A key that the daemon does not report shows as "-": the two may be of different 
 from __future__ import annotations
 
 import json
+import shlex
 import string
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -226,7 +227,7 @@ def _advice(entry: MountReport) -> list[str]:
     if entry.state == "stale":
         store = default_store_path(path)
         cluster = cluster_of(store) if store is not None else None
-        how = f"{path} --cluster {cluster}" if cluster is not None else path
+        how = shlex.join([path] if cluster is None else [path, "--cluster", cluster])
         return [f"{path} is stale: its daemon is gone. Heal it with: irdmafs mount {how}"]
     if entry.state == "hung":
         return [f"{path} does not answer. Detach it with: irdmafs umount --lazy {path}"]

@@ -21,6 +21,7 @@ import sys
 import time
 from collections.abc import Iterable
 from dataclasses import dataclass
+from shlex import quote
 from typing import Literal
 
 from ..backend.process import has_capability
@@ -442,7 +443,9 @@ def prepare_mountpoint(path: str, nonempty: bool = False) -> str:
         if _ends(mount, _UNMOUNT_S):
             return prepare_mountpoint(path, nonempty)
         by = _served_by(real)
-        raise MountError(f"{path} is already mounted{by}; unmount it with: irdmafs umount {path}")
+        raise MountError(
+            f"{path} is already mounted{by}; unmount it with: irdmafs umount {quote(path)}"
+        )
     try:
         mode = os.stat(real).st_mode
         if not stat.S_ISDIR(mode):
@@ -450,7 +453,7 @@ def prepare_mountpoint(path: str, nonempty: bool = False) -> str:
         with os.scandir(real) as entries:
             empty = next(entries, None) is None
     except FileNotFoundError:
-        raise MountError(f"{path} does not exist; create it with: mkdir -p {path}") from None
+        raise MountError(f"{path} does not exist; create it with: mkdir -p {quote(path)}") from None
     except OSError as error:
         raise MountError(f"cannot use {path}: {error.strerror}") from error
     if not empty and not nonempty:

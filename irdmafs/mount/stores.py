@@ -16,6 +16,7 @@ import fcntl
 import hashlib
 import os
 import re
+import shlex
 import shutil
 import stat
 from collections.abc import Iterable, Iterator
@@ -347,7 +348,7 @@ def refuse_other_purpose(path: str, purpose: Purpose) -> None:
 
 
 def _discarding(path: str) -> str:
-    return f"irdmafs umount --discard --store {path}"
+    return f"irdmafs umount --discard --store {shlex.quote(path)}"
 
 
 def claim(path: str, mountpoint: str, config: str | None) -> None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import fcntl
 import json
 import os
+import shlex
 import sys
 import time
 from collections.abc import Iterator
@@ -88,7 +89,7 @@ def wait_until_free(store: str) -> None:
         if where in [mount.mountpoint for mount in irdmafs_mounts()]:
             raise MountError(
                 f"the store {store} is in use by the mount at {where} (process {_owner_of(store)}); "
-                f"unmount it with: irdmafs umount {where}"
+                f"unmount it with: irdmafs umount {shlex.quote(where)}"
             )
         if time.monotonic() > give_up:
             raise MountError(_held(store, where))

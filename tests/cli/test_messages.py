@@ -392,6 +392,14 @@ def test_attribute_that_means_nothing_is_refused_and_log_and_status_say_why(moun
     assert mounted.log.read_text().count("'user.irdmafs.nonsense'") < 50
 
 
+def test_a_remedy_can_be_given_to_a_shell(tmp_path: Path) -> None:
+    missing = tmp_path / "it's not there"
+    subprocess.run(
+        one_line(irdmafs("mount", missing)).partition("with: ")[2], shell=True, check=True
+    )
+    assert missing.is_dir()
+
+
 def test_a_question_to_a_stale_mount_says_what_is_wrong_and_it_is_unmounted(mounted: Mount) -> None:
     (mounted.path / "file").write_text("x")
     mounted.kill9()
