@@ -394,16 +394,19 @@ def discard_store(path: str) -> None:
     the store's are left. Raises MountError if a daemon still uses it."""
     wait_until_free(path)
     try:
-        if _is_private_tmpfs(path):
-            mounting.unmount_filesystem(path, mounting.MNT_DETACH)
-        else:
-            for entry in os.scandir(path):
-                if not _ENTRIES.fullmatch(entry.name):
-                    continue
-                if entry.is_dir(follow_symlinks=False):
-                    shutil.rmtree(entry.path)
-                else:
-                    os.unlink(entry.path)
+        with kept_free(path) as is_free:
+            if not is_free:
+                raise MountError(f"the store {path} is in use again: a mount of it has begun")
+            if _is_private_tmpfs(path):
+                mounting.unmount_filesystem(path, mounting.MNT_DETACH)
+            else:
+                for entry in os.scandir(path):
+                    if not _ENTRIES.fullmatch(entry.name):
+                        continue
+                    if entry.is_dir(follow_symlinks=False):
+                        shutil.rmtree(entry.path)
+                    else:
+                        os.unlink(entry.path)
         os.rmdir(path)
     except OSError as error:
         if error.errno not in (errno.ENOENT, errno.ENOTEMPTY):
