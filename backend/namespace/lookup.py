@@ -319,8 +319,9 @@ class Inodes(dict[int, Inode]):
         value = self._records.get(inode_key(ino))
         if value is None:
             raise NoInode
-        if not self._changed:
-            self._forget_many()
+        is_much = super().__len__() > self._kept_max or self._kept_bytes > _KEPT_BYTES_MAX
+        if is_much and not self._changed:
+            self.forget()
         self._kept_bytes += len(value)
         inode = self[ino] = self._decode(ino, value)
         return inode
@@ -458,7 +459,8 @@ class Inodes(dict[int, Inode]):
                 totals.count(after, 1)
         self._changed.clear()
         self._touched.clear()
-        self._forget_many()
+        if super().__len__() > self._kept_max or self._kept_bytes > _KEPT_BYTES_MAX:
+            self.forget()
         return changed
 
     def restore(self) -> None:
@@ -470,10 +472,6 @@ class Inodes(dict[int, Inode]):
         self._changed.clear()
         self._touched.clear()
         self.forget()
-
-    def _forget_many(self) -> None:
-        if super().__len__() > self._kept_max or self._kept_bytes > _KEPT_BYTES_MAX:
-            self.forget()
 
     def forget(self) -> None:
         """Drop what the map has, too. The rest stays, and does not count."""
