@@ -103,16 +103,17 @@ class Reader:
                 parents[led_to(value)] = int.from_bytes(key[1:9], "big")
             elif key[:1] == b"d":
                 is_one_removed = True
-        wanted = [parent for ino, parent in parents.items() if ino in inodes]
+        wanted, moved = [parent for ino, parent in parents.items() if ino in inodes], list[bytes]()
         is_followed = any(True for _ in self._followed())
         for _, key, value in events:
             if value is not None and key[:1] == FOLLOWED:
                 wanted.append(int.from_bytes(key[9:], "big"))
-            elif value is not None and key[:1] == b"i" and is_followed:
+            elif value is not None and key[:1] == b"i" and (is_followed or is_one_removed):
                 ino = int.from_bytes(key[1:9], "big")
                 is_new = ino in parents and not is_one_removed
                 if not is_new and ino not in inodes and told_of(value)[0]:
-                    wanted.append(ino)
+                    wanted += [ino] if is_followed else []
+                    moved += [time_key(ino)] if parents.get(ino) in inodes else []
         needed, places = set[int](), set[int]()
         while wanted:
             ino = wanted.pop()
@@ -124,6 +125,8 @@ class Reader:
                 wanted.append(parents[ino])
         if places:
             await self._place(places, applied)
+        if moved:
+            self._take(await self._records(moved, applied))
         known.needed = needed
 
     async def catch_up(self, revision: int) -> None:

@@ -18,9 +18,9 @@ from harness.shared_namespaces import (
     run,
 )
 
-from irdmafs.backend.kv import Put
+from irdmafs.backend.kv import Delete, Put
 from irdmafs.backend.namespace import ROOT_INO, Inode, Namespace, Unread, answered, reading
-from irdmafs.backend.namespace.inode import name_key
+from irdmafs.backend.namespace.inode import inode_key, name_key
 
 
 class Tidy(Worker):
@@ -237,5 +237,27 @@ def test_a_name_that_is_mended_by_hand_leads_to_its_file_again(keys: EtcdKeys) -
                 await part.hub.learn(Unread(ROOT_INO, below=True))
             assert everything(part) == everything(writer)
             assert not part.tree.damaged
+
+    run(go)
+
+
+def test_a_directory_that_is_moved_to_where_others_look_has_the_time_of_its_newest_name(
+    keys: EtcdKeys,
+) -> None:
+    async def go() -> None:
+        async with host(keys) as writer, host(keys, ahead=-1) as part:
+            _, a, b = await _tree(writer, b"a", b"b")
+            await part.hub.learn(Unread(ROOT_INO))
+            # Whoever moves it does not know of the name yet.
+            await writer.create(b.ino, b"file", FILE, 0, 0)
+            moved: list[Put | Delete] = [
+                Delete(name_key(a.ino, b"b")),
+                Put(name_key(ROOT_INO, b"b"), b.ino.to_bytes(8, "big")),
+                Put(inode_key(b.ino), b.encode(ROOT_INO)),
+            ]
+            await writer.engine.transact((), moved)
+            await part.hub.barrier()
+            await part.hub.learn(Unread(ROOT_INO, below=True))
+            assert everything(part) == everything(writer)
 
     run(go)
