@@ -92,6 +92,7 @@ class Tree(Names):
         """Replace the tree by these records. Differences count as events that come now."""
         if self._is_loaded:
             self._is_loaded = False
+            self._waiting.clear()  # the differences tell of names that still have to wait
             self.apply(revision, differences(self, records, revision))
             self._is_loaded = True
             return
@@ -102,6 +103,9 @@ class Tree(Names):
         self.inodes.are_compared = self._listener is not None
 
     def apply(self, revision: int, events: Sequence[Event]) -> None:
+        if self._waiting:
+            for _, key, _ in events:
+                self._waiting.pop((int.from_bytes(key[1:9], "big"), key[9:]), None)
         before = self.take(self.news(self.known.concerning(events)))
         if self._listener is not None:
             self._tell(self._listener, before)
@@ -146,9 +150,8 @@ class Tree(Names):
                     self.records.put(time_key(ino), None)
                     self.records.put(_quota_key(ino), None)
         for parent, name, target, revision in names if len(names) < 2 else removals_first(names):
-            if self._waiting:
-                self._waiting.pop((parent, name), None)
-            self._set_name(parent, name, target, revision)
+            if (parent, name) not in self._waiting:
+                self._set_name(parent, name, target, revision)
         for ino in gone:
             self._take_names_from(ino)
             if ino in self.inodes:

@@ -261,3 +261,28 @@ def test_a_directory_that_is_moved_to_where_others_look_has_the_time_of_its_newe
             assert everything(part) == everything(writer)
 
     run(go)
+
+
+def test_a_name_that_was_passed_over_is_forgotten_when_it_goes_from_an_unknown_directory(
+    keys: EtcdKeys,
+) -> None:
+    async def go() -> None:
+        async with host(keys) as writer, host(keys, ahead=-1) as part:
+            _, a = await _tree(writer, b"a")
+            _, b = await _tree(writer, b"b")
+            await part.hub.learn(Unread(b.ino))
+            second, place = name_key(b.ino, b"second"), name_key(ROOT_INO, b"b")
+            steps: list[list[Put | Delete]] = [
+                [Put(second, a.ino.to_bytes(8, "big"))],
+                [Delete(inode_key(b.ino))],
+                [Put(inode_key(b.ino), b.encode()), Put(place, b.ino.to_bytes(8, "big"))],
+                [Delete(second)],
+                [Delete(name_key(ROOT_INO, b"a"))],
+            ]
+            for changes in steps:
+                await writer.engine.transact((), changes)
+                await part.hub.barrier()
+            await part.hub.learn(Unread(ROOT_INO, below=True))
+            assert everything(part) == everything(writer)
+
+    run(go)

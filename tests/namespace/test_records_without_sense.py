@@ -165,6 +165,16 @@ def test_a_directory_that_loses_its_first_name_is_where_the_second_one_says() ->
     assert tree.path_of(2) == b"/b"
 
 
+def test_a_second_name_of_a_directory_that_went_while_changes_were_missed_is_forgotten() -> None:
+    first, second = (name_key(ROOT_INO, name) for name in (b"a", b"b"))
+    records = [*map(directory, (ROOT_INO, 2)), (first, bytes(7) + b"\2")]
+    tree = loaded(records)
+    tree.apply(2, [Event(2, second, bytes(7) + b"\2")])
+    tree.load([KeyValue(*record, 1) for record in records], 3)
+    tree.apply(4, [Event(4, first, None)])
+    assert not tree.children(ROOT_INO)
+
+
 def test_names_that_wait_for_ever_cost_others_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     """All are in a directory that lies deep below the one they lead to, which has no name."""
     depth, looks, original = 300, Counter[int](), Inodes.get
