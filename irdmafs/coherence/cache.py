@@ -185,7 +185,7 @@ class Cache:
                 if not content.state.writable or content.is_busy:
                     await self.in_place.make_writable(content)
                 if content.writers > 1:
-                    handle.since = self._table.stamp(content)
+                    handle.since = self._table.mark(content)
             elif content.preparing or (content.awaited and self._table.is_borrowed(content)):
                 # The file that is about to be written is the one that must be read.
                 await self.in_place.make_writable(content)

@@ -15,6 +15,9 @@ from ..backend.model.records import NO_CONTENT
 from ..backend.namespace import Inode
 
 Stamp = tuple[int, int]  # size in bytes, time of modification in nanoseconds
+Mark = tuple[
+    int, int, int
+]  # a stamp, and the time of change in nanoseconds, which no program can set
 
 
 class State(Enum):

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from ..backend.model.records import NO_CONTENT, ContentId
 from ..backend.namespace import ROOT_INO, Inode, Tree, fail
 from ..backend.namespace.inode import damaged
-from .content import Content, Stamp
+from .content import Content, Mark
 
 # A node's id is its inode's number, with a number of the node's own in the bits above, which are free.
 INO_BITS = 48
@@ -68,7 +68,7 @@ class Node:
 class Handle:
     """One open file description, or a directory being listed (`content` is None).
 
-    `since`: the content's stamp when it was opened while others wrote it, None if the handle may have
+    `since`: the content's mark when it was opened while others wrote it, None if the handle may have
     changed it. `aborted`: nothing written through it is published; `killed`: because its writer died.
     `name`: the directory and name by which it was opened, if they are known; `version`: the version that
     it was opened on. `told`: who polls it was told that the name leads elsewhere. `trusted`: its user may
@@ -88,7 +88,7 @@ class Handle:
         self.pid = pid
         self.writing = flags & os.O_ACCMODE != os.O_RDONLY
         self.is_rdwr = flags & os.O_ACCMODE == os.O_RDWR
-        self.since: Stamp | None = None
+        self.since: Mark | None = None
         self.aborted = self.killed = self.told = self.trusted = False
         self.name = node.name
         self.version = content.base.version if content is not None else 0

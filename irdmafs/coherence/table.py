@@ -14,7 +14,7 @@ from typing import Final
 from ..backend.model.records import ContentId
 from ..backend.namespace import Inode, fail
 from ..backend.store.api import Store
-from .content import Content, Stamp, State
+from .content import Content, Mark, Stamp, State
 from .nodes import Handle
 
 # The unit of st_blocks.
@@ -76,6 +76,13 @@ class ContentTable:
         if not content.extent:
             return content.base.size, content.base.mtime_ns
         return stamp_of(status or self.stat(content))
+
+    def mark(self, content: Content, status: os.stat_result | None = None) -> Mark:
+        """Return the mark of a content, which every write changes; `status` as for `stamp`."""
+        if not content.extent:
+            return 0, 0, 0
+        status = status or self.stat(content)
+        return *stamp_of(status), status.st_ctime_ns
 
     def set_times(self, content: Content, atime_ns: int, mtime_ns: int) -> None:
         if content.fd >= 0:
@@ -144,7 +151,7 @@ class ContentTable:
     ) -> bool:
         """Return whether closing the handle has anything to publish, as far as stat can tell. `status` is
         its content's extent's stat, if known."""
-        if handle.since is not None and self.stamp(content, status) == handle.since:
+        if handle.since is not None and self.mark(content, status) == handle.since:
             return False  # nothing was written through it
         if content.seen is not None:
             # In a cluster, bytes are compared before anything is published whose times have not moved.

@@ -38,6 +38,20 @@ def test_of_two_hosts_that_write_in_place_the_second_is_told_and_loses_nothing(
     assert here.read_bytes() == b"another version"
 
 
+def test_what_is_written_is_published_also_if_the_times_are_set_to_those_before(
+    pair: list[Path], process: TakeProcess
+) -> None:
+    """As programs do that copy a file with its times. It was opened while another program wrote it."""
+    here, there = pair[0] / "file", pair[1] / "file"
+    here.write_bytes(b"0123456789")
+    first, second = process(), process()
+    for one in (first, second):
+        one.do("fd = os.open(file, os.O_WRONLY); os.utime(fd, (1, 2))", file=str(here))
+    first.do("os.close(fd)")
+    second.do("os.write(fd, b'new'); os.utime(fd, (1, 2)); os.close(fd)")
+    assert [path.read_bytes() for path in (here, there)] == [b"new3456789"] * 2
+
+
 @pytest.mark.parametrize(("flags", "sync"), [("O_RDWR", False), ("O_WRONLY", True)])
 def test_another_host_never_reads_an_empty_file_that_was_renamed_before_it_was_closed(
     pair: list[Path], reader: Process, writer: Process, flags: str, sync: bool
