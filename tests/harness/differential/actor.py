@@ -422,6 +422,7 @@ class Actor:
 
     def do_rename(self, path: str, new: str, flags: int) -> Value:
         names = path.encode(), new.encode()
+        self._move_clock()
         return _checked(_libc.renameat2(_AT_FDCWD, names[0], _AT_FDCWD, names[1], flags))
 
     def _move_clock(self) -> None:
