@@ -326,11 +326,11 @@ class Replica:
                 log.warning("the cluster's keys cannot be read now: %s", error)
 
     async def _follow_change(self, change: Change) -> None:
-        events = self._faults.well_formed(change.events)
         if self._names is None or self._names.known.everything:
-            self._apply(change.revision, events)
+            self._apply(change.revision, self._faults.well_formed(change.events))
             return
         async with self._changing:
+            events = self._faults.well_formed(change.events)
             await self._names.prepare(self.applied, events)
             self._apply(change.revision, events)
             await self._names.catch_up(change.revision)

@@ -2,9 +2,11 @@
 
 import random
 from collections.abc import Coroutine
+from typing import Any
 
 import pytest
 import trio
+import trio.testing
 from harness.etcd_server import EtcdKeys
 from harness.models.namespace import DIRECTORY, FILE
 from harness.shared_namespaces import (
@@ -18,7 +20,7 @@ from harness.shared_namespaces import (
     run,
 )
 
-from irdmafs.backend.kv import Delete, Put
+from irdmafs.backend.kv import Change, Delete, Put
 from irdmafs.backend.namespace import ROOT_INO, Inode, Namespace, Unread, answered, reading
 from irdmafs.backend.namespace.inode import inode_key, name_key
 
@@ -284,5 +286,38 @@ def test_a_name_that_was_passed_over_is_forgotten_when_it_goes_from_an_unknown_d
                 await part.hub.barrier()
             await part.hub.learn(Unread(ROOT_INO, below=True))
             assert everything(part) == everything(writer)
+
+    run(go)
+
+
+def test_a_name_that_is_mended_while_its_directory_is_read_is_not_told_as_damaged(
+    keys: EtcdKeys, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def go() -> None:
+        async with host(keys) as writer, host(keys, ahead=-1) as part:
+            _, a = await _tree(writer, b"a")
+            monkeypatch.setattr(part.hub, "_faults", part.tree._faults)
+            name, came = name_key(a.ino, b"name"), trio.Event()
+            follow, snapshot = part.hub._follow_change, part.engine.snapshot
+
+            async def mend(*some: Any) -> Any:
+                read = await snapshot(*some)
+                if not came.is_set():
+                    await writer.engine.transact((), [Delete(name)])
+                    await came.wait()
+                    await trio.testing.wait_all_tasks_blocked()
+                return read
+
+            async def note(change: Change) -> None:
+                came.set()
+                await follow(change)
+
+            await writer.engine.transact((), [Put(name, b"no number")])
+            await part.hub.barrier()
+            monkeypatch.setattr(part.hub, "_follow_change", note)
+            monkeypatch.setattr(part.engine, "snapshot", mend)
+            await part.hub.learn(Unread(a.ino))
+            await part.hub.barrier()
+            assert not part.tree._faults.warnings()
 
     run(go)
