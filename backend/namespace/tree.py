@@ -12,11 +12,10 @@ removed inodes, so that each step finds the data from which it derives parents a
 """
 
 import contextlib
-import stat
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import islice
 from operator import itemgetter
-from stat import S_IFMT
+from stat import S_IFDIR, S_IFMT, S_IFREG
 
 from ..kv import Event, KeyValue
 from ..kv.faults import Faults
@@ -45,10 +44,10 @@ class Tree(Names):
     """The names and inodes that `records` have (None: a map in memory), and their changes.
 
     An inode that a holder has open stays without a name when another host removes its last one (a *local
-    orphan*: nlink 0, revision 0, known to this process alone). Invalid records of other hosts are told to
-    `faults`: a name whose record is damaged, or whose inode has a damaged record or none, leads to an inode
-    that is `damaged`. Names without a directory are passed over until all records are read anew; second
-    ones of a directory, until it loses the first. `maker` and `is_mounted` as for Names."""
+    orphan*: nlink 0, revision 0). Invalid records of other hosts are told to `faults`: a name whose record
+    is damaged, or whose inode has a damaged record or none, leads to an inode that is `damaged`. Names
+    without a directory are passed over until all records are read anew; second ones of a directory, until
+    it loses the first. `maker` and `is_mounted` as for Names."""
 
     prefixes: tuple[bytes, ...] = (b"d", b"i", b"t", NEXT_INO_KEY, NEXT_INO_OF)
 
@@ -103,9 +102,8 @@ class Tree(Names):
         self.inodes.are_compared = self._listener is not None
 
     def apply(self, revision: int, events: Sequence[Event]) -> None:
-        if self._waiting:
-            for _, key, _ in events:
-                self._waiting.pop((int.from_bytes(key[1:9], "big"), key[9:]), None)
+        for _, key, _ in events if self._waiting else ():
+            self._waiting.pop((int.from_bytes(key[1:9], "big"), key[9:]), None)
         before = self.take(self.news(self.known.concerning(events)))
         if self._listener is not None:
             self._tell(self._listener, before)
@@ -228,7 +226,7 @@ class Tree(Names):
         """Have a damaged inode in the tree: the one that is known, or an empty file. The root stays as it
         is, or begins as usual."""
         known, is_guess = self.inodes.get(ino), self.damaged.get(ino, False)
-        mode = stat.S_IFDIR | 0o755 if ino == ROOT_INO else stat.S_IFREG
+        mode = S_IFDIR | 0o755 if ino == ROOT_INO else S_IFREG
         inode = known.copy() if known is not None else Inode(ino, mode, 0, 0, 0)
         inode.revision = revision
         self._put(inode, None, known)
@@ -251,7 +249,7 @@ class Tree(Names):
 
     def _make_directory(self, ino: int) -> None:
         """Have a damaged inode be a directory, as there are names in it."""
-        directory = Inode(ino, stat.S_IFDIR, 0, 0, 0)
+        directory = Inode(ino, S_IFDIR, 0, 0, 0)
         directory.revision = self.inodes[ino].revision
         self._put_otherwise(directory, directory.encode())
         self.damaged[ino] = True
@@ -347,8 +345,7 @@ class Tree(Names):
         inode = self.inodes.at_hand(ino)
         if inode is None or ino in self.damaged or (inode.nlink and ino < FIRST_VIRTUAL_INO):
             return False  # it is gone, or names lead to it
-        self.inodes.pop(ino, None)
-        return True
+        return self.inodes.pop(ino, None) is inode
 
     # -- the steps of a change -------------------------------------------------------------------
 

@@ -15,9 +15,8 @@ from ..backend.model.records import NO_CONTENT
 from ..backend.namespace import Inode
 
 Stamp = tuple[int, int]  # size in bytes, time of modification in nanoseconds
-Mark = tuple[
-    int, int, int
-]  # a stamp, and the time of change in nanoseconds, which no program can set
+# A stamp, and the time of change in nanoseconds, which no program can set.
+Mark = tuple[int, int, int]
 
 
 class State(Enum):
