@@ -108,12 +108,13 @@ class Reader:
         for _, key, value in events:
             if value is not None and key[:1] == FOLLOWED:
                 wanted.append(int.from_bytes(key[9:], "big"))
-            elif value is not None and key[:1] == b"i" and (is_followed or is_one_removed):
+            elif value is not None and key[:1] == b"i":
                 ino = int.from_bytes(key[1:9], "big")
-                is_new = ino in parents and not is_one_removed
-                if not is_new and ino not in inodes and told_of(value)[0]:
-                    wanted += [ino] if is_followed else []
-                    moved += [time_key(ino)] if parents.get(ino) in inodes else []
+                is_looked_for = is_followed and (ino not in parents or is_one_removed)
+                is_shown = parents.get(ino, 0) in inodes
+                if (is_looked_for or is_shown) and ino not in inodes and told_of(value)[0]:
+                    wanted += [ino] if is_looked_for else []
+                    moved += [time_key(ino)] if is_shown else []
         needed, places = set[int](), set[int]()
         while wanted:
             ino = wanted.pop()

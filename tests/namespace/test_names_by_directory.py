@@ -248,16 +248,18 @@ def test_a_directory_that_is_moved_to_where_others_look_has_the_time_of_its_newe
 ) -> None:
     async def go() -> None:
         async with host(keys) as writer, host(keys, ahead=-1) as part:
-            _, a, b = await _tree(writer, b"a", b"b")
+            _, a, b, c = await _tree(writer, b"a", b"b", b"c")
             await part.hub.learn(Unread(ROOT_INO))
-            # Whoever moves it does not know of the name yet.
+            # Whoever moves them does not know of the names yet.
             await writer.create(b.ino, b"file", FILE, 0, 0)
-            moved: list[Put | Delete] = [
-                Delete(name_key(a.ino, b"b")),
-                Put(name_key(ROOT_INO, b"b"), b.ino.to_bytes(8, "big")),
-                Put(inode_key(b.ino), b.encode(ROOT_INO)),
-            ]
-            await writer.engine.transact((), moved)
+            await writer.create(c.ino, b"file", FILE, 0, 0)
+            for old, moved in ((name_key(b.ino, b"c"), c), (name_key(a.ino, b"b"), b)):
+                changes: list[Put | Delete] = [
+                    Delete(old) if moved is c else Put(old, c.ino.to_bytes(8, "big")),
+                    Put(name_key(ROOT_INO, b"moved"), moved.ino.to_bytes(8, "big")),
+                    Put(inode_key(moved.ino), moved.encode(ROOT_INO)),
+                ]
+                await writer.engine.transact((), changes)
             await part.hub.barrier()
             await part.hub.learn(Unread(ROOT_INO, below=True))
             assert everything(part) == everything(writer)
