@@ -147,6 +147,7 @@ class Carried(OnHost):
             self._table.set_times(content, *times)
         else:
             await detach()
+            written = True  # maybe: the kernel waits for a program that is writing
             with self._host.held(content):
                 await when_unlocked(self._store.extents.set_times, content.extent, *times)
         if written:

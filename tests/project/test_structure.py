@@ -17,7 +17,7 @@ LINES_MAX = 500
 # Budgets: lines of Python and words of pages. They are lowered when something went. What raised them, after
 # what could be made simpler: clones, storing by threads, sending ahead, joint transactions, names by
 # directory, and tests of what was found.
-PRODUCT_LINES_MAX = 54_727
+PRODUCT_LINES_MAX = 54_728
 TEST_LINES_MAX = 55_815
 PAGE_WORDS_MAX = 23_999
 GENERATED = "_pb2.py"
