@@ -31,8 +31,8 @@ _START, _END = b"", b"\xff"
 _RETRY_FIRST_S = 0.1
 _RETRY_MAX_S = 5.0
 _QUIET_S = 1.0
-# Who rests looks so often whether changes may pass, and whether they still may. After more than so many
-# everything is read anew. If etcd does not answer in time, what was known has to do.
+# A resting process looks so often whether changes may pass, and whether they still may. After more than so
+# many everything is read anew. If etcd does not answer in time, what was known has to do.
 _LOOK_S = 1.0
 _LOOK_AGAIN_S = 5.0
 _MISSED_MAX = 500

@@ -90,7 +90,7 @@ def remove(path: str) -> None:
             return
         with contextlib.suppress(RecursionError):
             shutil.rmtree(path, ignore_errors=True)
-        # It has gone; or it is very deep, or the error says why not.
+        # The directory has gone; or it is very deep, or the error says why not.
         folders, others = below(path)
         for other in others:
             os.unlink(other)

@@ -250,7 +250,7 @@ def test_a_directory_that_is_moved_to_where_others_look_has_the_time_of_its_newe
         async with host(keys) as writer, host(keys, ahead=-1) as part:
             _, a, b, c = await _tree(writer, b"a", b"b", b"c")
             await part.hub.learn(Unread(ROOT_INO))
-            # Whoever moves them does not know of the names yet.
+            # The host that moves them does not know of the names yet.
             await writer.create(b.ino, b"file", FILE, 0, 0)
             await writer.create(c.ino, b"file", FILE, 0, 0)
             for old, moved in ((name_key(b.ino, b"c"), c), (name_key(a.ino, b"b"), b)):
