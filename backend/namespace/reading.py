@@ -113,8 +113,10 @@ class Reader:
                 is_looked_for = is_followed and (ino not in parents or is_one_removed)
                 is_shown = parents.get(ino, 0) in inodes
                 if (is_looked_for or is_shown) and ino not in inodes and told_of(value)[0]:
-                    wanted += [ino] if is_looked_for else []
-                    moved += [time_key(ino)] if is_shown else []
+                    if is_looked_for:
+                        wanted.append(ino)
+                    if is_shown:
+                        moved.append(time_key(ino))
         needed, places = set[int](), set[int]()
         while wanted:
             ino = wanted.pop()
@@ -136,7 +138,8 @@ class Reader:
         if self._tree.damaged or self._sought:
             inodes = self._tree.inodes
             alone = {ino for ino in self._tree.damaged if not inodes[ino].revision}
-            self._take(await self._inodes(alone - self._sought, revision))
+            if new := alone - self._sought:
+                self._take(await self._inodes(new, revision))
             self._sought = alone
         while self.known.behind:
             await self._learn_below(next(iter(self.known.behind)), revision)

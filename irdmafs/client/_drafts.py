@@ -191,11 +191,7 @@ class Copying:
                 elif stat.S_ISREG(status.st_mode):
                     files.append((path, made, status))
                 else:
-                    if stat.S_ISLNK(status.st_mode):
-                        os.symlink(os.readlink(path), made)
-                    else:
-                        os.mknod(made, status.st_mode, status.st_rdev)
-                    _keep_attributes(path, made, status)
+                    _make_special(path, made, status)
             for at in range(0, len(files), _TOGETHER):
                 self._copy_files(files[at : at + _TOGETHER])
         for old, made in links:
@@ -222,6 +218,15 @@ class Copying:
             shutil.copyfileobj(old, new, _COPIED_BYTES)
         _keep_attributes(path, made, status)
         self.copied.append(status.st_size)
+
+
+def _make_special(path: str, made: str, status: os.stat_result) -> None:
+    """Copy what is neither a file nor a directory."""
+    if stat.S_ISLNK(status.st_mode):
+        os.symlink(os.readlink(path), made)
+    else:
+        os.mknod(made, status.st_mode, status.st_rdev)
+    _keep_attributes(path, made, status)
 
 
 def _share(files: Sequence[_File]) -> bool:

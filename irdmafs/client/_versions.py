@@ -78,9 +78,9 @@ class Versions:
         self._end_putting_aside()
         return self._numbers()
 
-    def _numbers(self) -> list[int]:
+    def _numbers(self, versions: str = "") -> list[int]:
         try:
-            names = os.listdir(self._versions)
+            names = os.listdir(versions or self._versions)
         except FileNotFoundError:
             os.stat(self.directory)  # its mount may be gone, but not the versions
             return []
@@ -203,7 +203,7 @@ class Versions:
         try:
             inside = (self._versions, self._held, self._drafts)
             versions, held, drafts = (rest.enter_context(_opened(path)) for path in inside)
-            numbers = sorted(filter(_NUMBER.fullmatch, os.listdir(versions)), key=int)
+            numbers = [str(number) for number in self._numbers(versions)]
             old, kept = {*numbers[: -self.keep]}, {*numbers[-self.keep :]}
             # By the name of a lock, the old version and the drafts that it holds.
             left = {number: [f"{versions}/{number}"] for number in old}

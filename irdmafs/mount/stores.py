@@ -400,17 +400,21 @@ def discard_store(path: str) -> None:
             if _is_private_tmpfs(path):
                 mounting.unmount_filesystem(path, mounting.MNT_DETACH)
             else:
-                for entry in os.scandir(path):
-                    if not _ENTRIES.fullmatch(entry.name):
-                        continue
-                    if entry.is_dir(follow_symlinks=False):
-                        shutil.rmtree(entry.path)
-                    else:
-                        os.unlink(entry.path)
+                _remove_entries(path)
         os.rmdir(path)
     except OSError as error:
         if error.errno not in (errno.ENOENT, errno.ENOTEMPTY):
             raise MountError(f"cannot discard the store {path}: {error.strerror}") from error
+
+
+def _remove_entries(path: str) -> None:
+    for entry in os.scandir(path):
+        if not _ENTRIES.fullmatch(entry.name):
+            continue
+        if entry.is_dir(follow_symlinks=False):
+            shutil.rmtree(entry.path)
+        else:
+            os.unlink(entry.path)
 
 
 def _bytes_used(path: str) -> int:

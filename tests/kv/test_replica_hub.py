@@ -5,9 +5,9 @@ import queue
 import random
 import shutil
 import threading
-from collections.abc import Coroutine, Iterator, Sequence
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterator, Sequence
 from concurrent.futures import Future
-from contextlib import AsyncExitStack
+from contextlib import AsyncExitStack, asynccontextmanager
 from typing import Any, Self, TypeVar
 from unittest.mock import Mock
 
@@ -177,6 +177,21 @@ async def test_hub_hands_every_transaction_whole_to_its_consumers_in_order(keys:
         assert replica.applied >= revision
 
 
+@asynccontextmanager
+async def beside_another(
+    keys: EtcdKeys, consumer: Recorded, is_depended_on: Callable[[], bool]
+) -> AsyncIterator[tuple[Replica, EtcdEngine]]:
+    """A hub that follows, and the engine of another process."""
+    async with (
+        EtcdEngine(keys.endpoints, keys.prefix) as engine,
+        EtcdEngine(keys.endpoints, keys.prefix) as other,
+        background() as nursery,
+    ):
+        replica = Replica(engine, (consumer,), is_depended_on=is_depended_on)
+        await replica.start(nursery)
+        yield replica, other
+
+
 @pytest.mark.parametrize("is_depended_on", [False, True])
 async def test_changes_come_together_unless_somebody_waits(
     keys: EtcdKeys, monkeypatch: pytest.MonkeyPatch, is_depended_on: bool
@@ -184,13 +199,7 @@ async def test_changes_come_together_unless_somebody_waits(
     monkeypatch.setattr(connection, "_MODERATION_S", 60.0)
     monkeypatch.setattr(hub, "_QUIET_S", 0.0)
     consumer = Recorded()
-    async with (
-        EtcdEngine(keys.endpoints, keys.prefix) as engine,
-        EtcdEngine(keys.endpoints, keys.prefix) as other,
-        background() as nursery,
-    ):
-        replica = Replica(engine, (consumer,), is_depended_on=lambda: is_depended_on)
-        await replica.start(nursery)
+    async with beside_another(keys, consumer, lambda: is_depended_on) as (replica, other):
         await replica.wait_applied(await other.transact((), [Put(inode_key(2), b"")]))
         consumer.came = trio.Event()
         for number in range(3, 20):
@@ -215,13 +224,7 @@ async def test_changes_pass_who_rests_and_are_known_afterwards(
         monkeypatch.setattr(hub, limit, 0.0)
     monkeypatch.setattr(hub, "_MISSED_MAX", missed_max)
     consumer, is_depended_on = Recorded(), True
-    async with (
-        EtcdEngine(keys.endpoints, keys.prefix) as engine,
-        EtcdEngine(keys.endpoints, keys.prefix) as other,
-        background() as nursery,
-    ):
-        replica = Replica(engine, (consumer,), is_depended_on=lambda: is_depended_on)
-        await replica.start(nursery)
+    async with beside_another(keys, consumer, lambda: is_depended_on) as (replica, other):
         async with replica.resting():
             newest = await other.transact((), [Put(inode_key(2), b"")])
             while replica.applied < newest:

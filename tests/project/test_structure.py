@@ -17,8 +17,8 @@ LINES_MAX = 500
 # Budgets: lines of Python and words of pages. They are lowered when something went. What raised them, after
 # what could be made simpler: clones, storing by threads, sending ahead, joint transactions, names by
 # directory, and tests of what was found.
-PRODUCT_LINES_MAX = 54_728
-TEST_LINES_MAX = 55_815
+PRODUCT_LINES_MAX = 54_740
+TEST_LINES_MAX = 55_818
 PAGE_WORDS_MAX = 23_999
 GENERATED = "_pb2.py"
 # From bottom to top: what each room may import is above it in this list.

@@ -22,7 +22,6 @@ likewise what it deferred; it gives all its claims up, and takes none for longer
 
 import errno
 import logging
-import math
 import time
 from collections import Counter
 from collections.abc import Awaitable, Callable, Iterator
@@ -387,8 +386,9 @@ class Claims(RecordKeeper):
         self._committer = committer
         tick_at = 0.0
         while True:
-            with trio.move_on_after(_TICK_S if self._used or self._changed else math.inf):
+            with trio.move_on_after(_TICK_S):
                 await self.changed()
+            await self._member.replica.rested()
             now = time.monotonic()
             touched, self._touched = self._touched, set()
             if self._is_followed_anew or now >= tick_at:
